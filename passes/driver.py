@@ -79,10 +79,10 @@ def read_problem(
     """Return a captured graph with its `Problem`, the planner's input: op graph, properties of its ops, and policy. Nothing is decided yet.
 
     `inputs` are the real tensors that the graph takes, its weights among them; () if they are not available. `names` are the names of the
-    model's positional parameters. `given` is the plan to follow. `handed` is for a body graph: for each input, a `Count`, which says if its
-    elements count something, such as positions; None if this is not known. The other arguments are fields of `Problem`.
+    model's positional parameters. `given` is the plan to follow. `handed`, for body graphs, has an item for each input: a `Count`, which
+    says if the input's elements count something, such as positions, or None if unknown. The other arguments are fields of `Problem`.
 
-    If all graphs of the model share one plan (`policy.parity`), a graph without gradients is read as if it recorded gradients.
+    If all graphs of the model share one plan (`policy.parity`), a graph without gradients is read like a graph that records gradients.
     """
     device = graph_device(module)
     lists = policy.op_lists(op_lists(policy.lists, policy.low, device))
@@ -127,7 +127,7 @@ def read_problem(
 
 
 def _asks_of_products(policy: Policy, given: ModelPlan | None) -> bool:
-    """True if the plan `given`, or if it is None the policy, lets a product read fp8 copies or be wide (bf16 operands, fp32 result)."""
+    """True if the plan `given`, or without one `policy`, lets products read fp8 copies or be wide (bf16 operands, fp32 result)."""
     if given is None:
         return policy.products is not None or any(override.word == WIDE for override in policy.overrides)
     return any(region.quantised or region.edited(Edit.WIDE_PRODUCT) for region in given.regions)
@@ -139,7 +139,7 @@ def clean_exported(module: torch.fx.GraphModule) -> None:
 
 
 def _read_attention(captured: Captured, around: Mapping[torch.fx.Node, torch.fx.Node] | None = None) -> dict[str, Any]:
-    """Return {field of `Problem`: value} for attention calls: edits that their masks allow, ops that repeat heads, non-contiguous masks.
+    """Return the fields of `Problem` about attention as a dict: edits that masks allow, ops that repeat heads, non-contiguous masks.
 
     Returns {} if `fold_masks` is "" or the graph has no attention. `around` maps the inputs of a body to the outer nodes passed for them.
     """
@@ -188,7 +188,7 @@ def rewrite_graph(captured: Captured) -> tuple[torch.fx.GraphModule, RegionPlan]
 def _rewrite_bodies(captured: Captured) -> dict[str, tuple[torch.fx.GraphModule, RegionPlan]]:
     """Rewrite the bodies of activation checkpoints. Return {attribute that holds a body: (edited body, its plan)}.
 
-    A body takes fp32 inputs and may return low-precision results. The graph around it then has to take these results as low.
+    A body takes fp32 inputs and may return low-precision results. The planner's graph of `captured` then records these results as low.
     """
     bodies: dict[str, tuple[torch.fx.GraphModule, RegionPlan]] = {}
     pinned: dict[str, OpNode] = {}
@@ -241,10 +241,10 @@ def _rewrite_inner_graphs(captured: Captured) -> dict[str, tuple[torch.fx.GraphM
 
 
 def _hear_of_inner_graph(captured: Captured, node: torch.fx.Node, part: Captured) -> None:
-    """Record which values must not be rounded to the low format, both in the body `part` and in the graph `captured` around it.
+    """Record which values of the body `part` and of the graph `captured` around it must not be rounded to the low format.
 
-    `node` runs the body: a loop, a condition or an autograd Function. No result of the body may be rounded, nor may an input whose
-    error an op in the body would magnify. Each result of `node` gets the highest precision (`Held`) among the results of the body.
+    `node` runs the body: a loop, a condition or an autograd Function. In the body these values are its results. In `captured` they are the
+    inputs whose error an op in the body would magnify. The results of `node` also get the highest precision (`Held`) of the body's results.
     """
     inside, results = held(part.problem), part.results.values()
     part.know(needs_bits=frozenset(results))
@@ -267,7 +267,7 @@ def _all_high(problem: Problem, reason: Reason, why: str) -> RegionPlan:
 
 
 def _leave_bodies(captured: Captured, edited: EditedGraph, refusal: Refused) -> bool:
-    """If the op that failed the dry run (`refusal`) runs rewritten subgraphs, mark them to be left in fp32. True if any is marked."""
+    """If the op that failed the dry run (`refusal`) runs rewritten subgraphs, mark these to stay fp32 and return True; otherwise False."""
     failed, vertices = edited.names.get(refusal.node), captured.names
     found = [name for node, name in inner_graphs(captured.module) if vertices[node] == failed and name not in captured.left_bodies]
     for name in found:
@@ -308,9 +308,9 @@ def _read_inner_graph(captured: Captured, node: torch.fx.Node, name: str, policy
 
 
 def _handed_on(facts: Mapping[str, T], pairs: Sequence[tuple[str, str]]) -> dict[str, T]:
-    """Return {input of a body (subgraph): entry in `facts` of the outer value passed to it}. Inputs without such an entry are left out.
+    """Return {input of a body (subgraph): data of the outer value that is passed to it}. Inputs without data are left out.
 
-    `facts` maps outer values to data about them, such as magnitudes. `pairs` are (input of the body, outer value passed to it).
+    `facts` is {outer value: data, such as its magnitude}. `pairs` are (input of the body, outer value passed to it).
     """
     return {inner: facts[outer] for inner, outer in pairs if outer in facts}
 
@@ -326,7 +326,7 @@ def _leave_high(part: Captured, reason: Reason, what: str) -> None:
 
 
 def pin_high(part: Captured, reason: Reason, what: str, names: set[str]) -> None:
-    """Force the ops `names`, and ops that must share their format, to fp32, unless forced already. The plan shows `reason` and `what`."""
+    """Force the ops `names`, and ops that must share their format, to fp32 unless already forced. The plan shows `reason` and `what`."""
     graph = part.problem.graph
     groups = {node.precision_group for node in graph if node.name in names} - {""}
     free = [node for node in graph if (node.name in names or node.precision_group in groups) and node.role == "op" and node.carries_fp32]
@@ -337,8 +337,8 @@ def pin_high(part: Captured, reason: Reason, what: str, names: set[str]) -> None
 def read_body(captured: Captured, node: torch.fx.Node) -> Captured:
     """Return a copy of the checkpoint body that `node` runs, ready to be planned. Its ops may run low, like those of the graph around it.
 
-    With loss scaling, the graph around may leave the checkpoint's gradients unscaled (`nodes_outside`). The body then scales them itself
-    and returns fp32: if it returned low results, small gradients would be cast to the low format before the body scales them.
+    With loss scaling, the checkpoint's gradients may be unscaled in the outer graph (`nodes_outside`). Then the body scales them itself,
+    and returns fp32 results. With low results, small gradients would be cast to the low format before the body scales them.
     """
     assert isinstance(node.args[0], torch.fx.Node)
     part = _read_inner_graph(captured, node, str(node.args[0].target), captured.problem.policy)

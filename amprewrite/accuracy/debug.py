@@ -65,7 +65,7 @@ The number is small because each rewrite captures the model again.
 
 @dataclass(frozen=True)
 class Finding:
-    """One numeric fault of the low run. It shows in the result of `row`. The bits were lost when the result of `lost_at` was rounded."""
+    """One numeric fault of the low run. `row` is the tensor that shows the fault, `lost_at` the tensor whose rounding lost the bits."""
 
     kind: str
     """overflow, underflow or cancellation."""
@@ -222,9 +222,10 @@ def _errors(row: Row, by_name: Mapping[str, Row]) -> list[float]:
 
 
 def _cancels(row: Row, by_name: Mapping[str, Row], eps: float) -> bool:
-    """True if the op of `row` cancels: its error before rounding exceeds NOISE * eps, and GROWTH times the largest error of its operands.
+    """True if the op of `row` loses accuracy by cancellation: its result has a far larger error than its operands.
 
-    False for casts, for ops without measured operands, and if one of the errors is not finite.
+    The error before rounding must exceed NOISE * eps, and also GROWTH times the largest error of an operand. False for casts, for ops
+    without measured operands, and if one of the errors is not finite.
     """
     errors = _errors(row, by_name)
     if row.op == "cast" or not errors or not all(map(math.isfinite, (*errors, row.inherited))):
@@ -235,9 +236,9 @@ def _cancels(row: Row, by_name: Mapping[str, Row], eps: float) -> bool:
 def _lost_at(row: Row, by_name: Mapping[str, Row]) -> Row:
     """Return the row whose rounding caused the error of `row`.
 
-    The search goes upstream from `row`, each time to the operand with the largest absolute error. It ends at an operand whose own rounding
-    error is more than a tenth of its total error. Return this operand or, if it is a cast copy, the value that was cast. If the search
-    ends at a row without measured operands, return that row, or `row` itself if that row is a cast copy without a rounding error.
+    The search goes upstream from `row`, each time to the operand with the largest absolute error. If an operand's own rounding error is
+    more than a tenth of its total error, return this operand; for a cast copy, return the value that was cast. If the search reaches a row
+    without measured operands, return that row; for a cast copy without a rounding error, return the `row` where the search started.
     """
     here, seen = row, {row.name}
     while True:
@@ -251,7 +252,7 @@ def _lost_at(row: Row, by_name: Mapping[str, Row]) -> Row:
 
 
 def _gradient_findings(found: Outcome) -> Iterator[Finding]:
-    """Yield a `Finding` for the first overflow of the backward pass, and for each gradient of which a large share rounds to zero."""
+    """Yield a `Finding` for the first overflow of the backward pass, and for each gradient in which many elements round to zero."""
     overflowed = False
     for row in found.gradient_rows:
         if row.overflow and not overflowed:
@@ -304,10 +305,10 @@ def _suggest(run: StrictRun, amp: nn.Module, target: float, most_runs: int) -> d
 
 
 def _overrides(own: Sequence[Override], names: Sequence[str], kept: Sequence[str]) -> dict[str, str]:
-    """Return the overrides `own` of the model, with an override to fp32 added for each node of `kept`.
+    """Return the model's overrides `own`, with an override to fp32 added for each node of `kept`. `names` has the names of all nodes.
 
-    Two overrides must not contradict each other for a node. So an own override that matches a node of `kept` is replaced by one override
-    for each other node that it matches. `names` has the names of all nodes.
+    Two overrides must not contradict each other for a node. So an override in `own` that matches a node of `kept` is split: every
+    other matching node gets a separate override.
     """
     asked: dict[str, str] = {}
     for each in own:

@@ -46,8 +46,8 @@ def search_options(
 ) -> Options:
     """Run the model on data, and return `options` with the results added. `rewrite` documents the arguments and the errors.
 
-    If `calibration`, an iterable of batches, is given, the value ranges on these batches are added. If `tolerance` or `accuracy` limits
-    the error, the nodes that must stay fp32 to meet the limit are added. They are found on the first 8 batches or, without
+    If `calibration` (an iterable of batches) is given, add the value ranges on these batches. If `tolerance` or `accuracy` limits the
+    error, add the nodes that must stay fp32 to meet the limit. The search for these nodes runs on the first 8 batches or, without
     `calibration`, on `example`, the (args, kwargs) of one call.
     """
     batches = [] if example is None else [CallArguments(*example)]

@@ -54,7 +54,7 @@ def movable(node: OpNode) -> bool:
 
 
 class GraphErrors:
-    """Finds plans of one graph that trade time for error. `kept` returns the ops that stay fp32 in the plan with the least cost.
+    """Finds the plan of one graph with the least cost: time or FLOPs plus priced error. `kept` returns its fp32 ops.
 
     `edges` has, for each pair (value, reader), the squared output error that rounding the value for this reader causes.
     """
@@ -78,7 +78,7 @@ class GraphErrors:
     def _network(self, heavies: bool) -> ColourNetwork:
         """Return a flow network in which each cut is a plan, and the capacity of the cut is the cost of the plan.
 
-        Without `heavies`, the cost is the modelled time of the plan. With `heavies`, the cost is the number of FLOPs of the matmuls and
+        If `heavies` is False, the cost is the modelled time of the plan. If it is True, the cost is the number of FLOPs of the matmuls and
         convolutions that could run low but run in fp32.
         """
         low = self.low if heavies else self.low | self.heavy
@@ -94,8 +94,8 @@ class GraphErrors:
     def kept(self, price: float, heavies: bool) -> set[str]:
         """Return the ops that stay fp32 in the plan with the least cost, if a unit of squared error costs `price`.
 
-        Only open ops are returned: ops whose format no rule fixes. With `heavies`, the plan chooses for open ops on the allowlist, and all
-        other open ops run in fp32. Without `heavies`, open ops on the allowlist run low, and the plan chooses for the other open ops.
+        Only open ops are returned: ops whose format no rule fixes. If `heavies` is True, the plan decides only ops on the allowlist: other
+        open ops run in fp32. If `heavies` is False, open ops on the allowlist run low, and the plan decides the other open ops.
         """
         made = self.networks[heavies]
         low, _ = min_cut(made.network, self._errors(made, price))
@@ -170,7 +170,7 @@ class Chain:
         """Yield, for each price of a unit of squared error in `prices` (ascending), the nodes that run in fp32 in the cheapest plan.
 
         `heavy` holds the matmuls and convolutions, as pairs (graph fingerprint, node name). If several of them become fp32 between two
-        prices, prices in between are also tried, and their sets of nodes are yielded, too.
+        prices, also try prices in between, and yield the nodes for each of these prices.
         """
 
         def between(low: float, high: float, first: Kept, last: Kept, left: int) -> Iterator[Kept]:
@@ -192,9 +192,8 @@ class Chain:
     def _prices(self, typical: int) -> list[float]:
         """Return the prices to try for a unit of squared error, ascending. `typical` is a typical cost of a plan (modelled time or FLOPs).
 
-        A cut minimises the cost of a plan plus the price of its errors. The first price is so low that the sum of all errors costs about
-        1e-4 of `typical`. The last price is so high that a billionth of this sum costs about 10 times `typical`. If all errors are 0, or if
-        `typical` is 0, return [].
+        A cut minimises the cost of a plan plus the price of its errors. At the first price, the sum of all errors costs about 1e-4 of
+        `typical`. At the last price, a billionth of this sum costs about 10 times `typical`. Return [] if this sum or `typical` is 0.
         """
         squares = [squared for g in self.graphs for squared in g.edges.values() if squared > 0]
         if not squares or not typical:
@@ -203,10 +202,10 @@ class Chain:
         return [STEP**k for k in range(math.floor(low), math.ceil(high) + 1)]
 
     def _add(self, kept: Kept, heavies: bool) -> None:
-        """Append a plan to the chain: it keeps the last plan's fp32 nodes in fp32, and also the nodes of `kept` that the planner runs low.
+        """Append a plan to the chain. It keeps in fp32 the last plan's fp32 nodes, and also the nodes of `kept` that the planner runs low.
 
         If no node is new, append nothing. If many are new, first append plans with only some of them, so that the chain has small steps.
-        Each plan but the last adds at least LEAST_SLICE nodes, or at least one with `heavies` (a cut of matmuls, which cost more).
+        Each of these smaller plans adds at least LEAST_SLICE nodes, or one if `heavies` is True: nodes are then matmuls, which cost more.
         """
         last = self._sets[-1][0]
         kept = last | frozenset((graph, name) for graph, name in kept if name in self.lows[graph])
@@ -229,7 +228,7 @@ class Chain:
         return f"{kept} nodes kept high{matmuls}"
 
     def keep_high(self, index: int) -> KeepHigh:
-        """Return the nodes that the plan at `index` of the chain keeps in fp32, by graph, each with the reason in words."""
+        """Return, for each graph, {node that the plan at `index` of the chain keeps in fp32: the reason in words}."""
         kept = self._sets[index][0]
         graphs = {g.fingerprint: {name: g.why(name) for graph, name in sorted(kept) if graph == g.fingerprint} for g in self.graphs}
         return KeepHigh(graphs)

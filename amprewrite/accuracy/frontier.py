@@ -247,7 +247,7 @@ def check_floor(trial: Trial, batches: Sequence[Any], exact: Sequence[Any], tole
 
 
 def autocast_rules(captured: Captured) -> Captured:
-    """Return the same graph with the planner's input for the op lists of torch.autocast, instead of the lists that the user chose."""
+    """Return a second reading of the same graph, which classifies ops by torch.autocast's op lists, not by the user's op lists."""
     assert captured.by_autocast is not None
     return captured.by_autocast
 
@@ -262,7 +262,7 @@ def _own_choice(captured: Captured) -> set[str]:
 
 
 def _keeping(captured: Captured, keep_high: KeepHigh | None) -> Captured:
-    """Store `keep_high`, the nodes to keep in fp32, in a graph and its checkpoint bodies. None keeps no nodes. Return the graph."""
+    """Tell a graph and the body graphs of its checkpoints which nodes to keep in fp32 (None: no nodes). Return the graph."""
     for each in captured.with_parts():
         each.know(keep_high=keep_high)
     return captured
@@ -322,8 +322,8 @@ def run_fp32(captured: Captured, inputs: tuple[Any, ...]) -> Any:
 class RoundedRunner:
     """Runs captured graphs in fp32, and rounds each value that the plan makes low. Each graph is planned at its first run.
 
-    `prepare(captured)` returns the form of the graph for which the plan is made: for example `captured` itself, after it has set the nodes
-    to keep in fp32, or the same graph read with the op lists of torch.autocast.
+    `prepare(captured)` returns the graph to plan. For example, it stores in `captured` the nodes to keep in fp32 and returns `captured`,
+    or it returns a second reading of the same graph, by the op lists of torch.autocast.
     """
 
     def __init__(self, prepare: Callable[[Captured], Captured]) -> None:
@@ -346,9 +346,9 @@ class RoundedRunner:
 def planned(captured: Captured) -> RegionPlan:
     """Return a plan of a captured graph. Ops whose kernels refuse low inputs stay fp32.
 
-    To find these ops, the first call also edits a copy of the graph as planned, and runs the copy on fake tensors. `captured` stores the
-    ops found, so later calls only plan. If the graph has body graphs (activation checkpoints, loops), every call edits and runs a copy,
-    because the bodies are planned only then.
+    To find these ops, the first call also edits a copy of the graph by the plan, and runs the copy on fake tensors. `captured` stores the
+    ops found, so later calls only plan. If the graph has body graphs (of activation checkpoints or loops), every call edits and runs a
+    copy, because only the edit plans the bodies.
     """
     if captured.tried:
         return plan_region(captured.problem)

@@ -124,7 +124,7 @@ def _names(captured: Captured, name: str) -> Iterator[tuple[int, str]]:
 
 
 def measure_edges(trial: Trial, batches: Sequence[Any], low: Format, metric: Metric) -> list[tuple[Captured, Edges]]:
-    """Return, for each captured graph that runs, the squared output error of every edge (value, reader), as the mean over `batches`.
+    """Return (graph, {edge (value, reader): squared output error}) for each captured graph that runs. Errors are means over `batches`.
 
     The error of an edge is the output error from rounding the value to `low` for this reader only. Raises CalibrationError if a batch
     cannot be run, nothing can be captured, or no floating output depends on inputs or weights.

@@ -65,13 +65,13 @@ class Report:
     def table(self, n: int = 20, by: Measure = "accumulated") -> str:
         """Return a text table of the `n` worst rows, 80 characters wide: format, own and total error, largest value, over- and underflow.
 
-        Rows with overflow are first; the other rows are in falling order of the field `by`. Low rows without an own error are left out,
-        unless their total error is `LOST` (0.1) or more.
+        Rows with overflow are first; the other rows are in falling order of the field `by`. Rows of low-precision results are left out
+        if their own error is 0 and their total error is below `LOST` (0.1).
         """
         return table_of("node", _COLUMNS, self._telling(by), n, _figures)
 
     def _telling(self, by: Measure = "accumulated") -> list[Row]:
-        """Return the rows that a printed report shows, worst first. Low rows with no own error and a small total error are left out."""
+        """Return the rows that a printed report shows, worst first. Low rows with an own error of 0 and a small total error are omitted."""
 
         def tells(row: Row) -> bool:
             return row.colour is Colour.HIGH or row.introduced > 0 or row.overflow > 0 or not row.accumulated < LOST

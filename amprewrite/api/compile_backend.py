@@ -78,7 +78,7 @@ class Compiled:
     def attach(self, optimizer: torch.optim.Optimizer, copies: bool = False) -> None:
         """Have `optimizer` skip steps with overflowed gradients, like `attach` of a rewritten model.
 
-        Optimizers that are not attached are found automatically. `copies` says that the optimizer steps copies of the parameters instead of
+        Optimizers that are not attached are found automatically. `copies=True` means that the optimizer steps copies of the parameters, not
         the parameters themselves. Raises PolicyError if the optimizer is attached already, or, without `copies`, if it has none of the
         model's parameters.
         """
@@ -92,8 +92,8 @@ class Compiled:
 def compiled(module: nn.Module) -> Compiled:
     """Return an object with the plan and the loss scale of `module` under torch.compile(module, backend="amprewrite").
 
-    `module` is the module or the result of torch.compile. If it was compiled with several sets of options, the latest counts. Raises
-    PolicyError if `module` is no module, PlanError if this backend has captured nothing of it yet.
+    `module` is the module or the result of torch.compile. If the module was compiled with several sets of options, the latest set counts.
+    Raises PolicyError if `module` is no module, PlanError if this backend has captured nothing of it yet.
     """
     from amprewrite.runtime.torch_compile import sessions_of
 

@@ -82,7 +82,7 @@ def _export_with_plan(
 
 
 def _leave_between(captured: Captured, parts: tuple[str, ...]) -> None:
-    """Keep ops outside of the modules `parts` in fp32, as a model that is captured in these parts does. Do nothing if `parts` is empty."""
+    """Keep all ops outside of the modules at the paths `parts` in fp32, as the rewritten model does. Do nothing for ()."""
     for each in captured.with_parts() if parts else ():
         outside = {
             node.name for node in each.problem.graph if not any(node.module == part or node.module.startswith(f"{part}.") for part in parts)
@@ -114,7 +114,7 @@ def _computes_half(module: nn.Module) -> bool:
 
 
 def _refuse_values_missing(module: CapturedGraph, model: nn.Module) -> None:
-    """Raise CaptureError if the exported module holds a constant without values, as torch.export makes from some torch.func transforms."""
+    """Raise CaptureError if a constant of the exported module has no values. torch.export makes such constants of some torch.func code."""
     for node in module.graph.find_nodes(op="get_attr"):
         held = getattr(module, str(node.target), None)
         if isinstance(held, FakeTensor) or (isinstance(held, torch.Tensor) and is_wrapped_by_transform(held)):
@@ -141,9 +141,9 @@ def _export(
 
 
 def _spread(options: Mapping[str, Any], plain: nn.Module) -> dict[str, Any]:
-    """Return the export options for the edited graph, which takes the arguments of the model's `*rest` one by one, as rest_0, rest_1, ...
+    """Return the export options for the edited graph, in which the arguments of the model's `*rest` are called rest_0, rest_1, and so on.
 
-    So the entry for `*rest` in `dynamic_shapes` becomes one entry for each of these arguments.
+    If `dynamic_shapes` has an entry for `*rest`, it becomes one entry for each of these arguments.
     """
     shapes = options.get("dynamic_shapes")
     kinds = {name: each.kind for name, each in inspect.signature(plain.forward).parameters.items()}

@@ -237,7 +237,7 @@ class LowGather:
         """True if the gathered weights now hold rounded values."""
 
     def concerns_this_call(self) -> bool:
-        """True if the module's current call may read rounded weights: they are rounded now, or the gather for its backward rounds them."""
+        """True if the module's current call may read rounded weights: they are rounded now, or its backward may gather them rounded."""
         return self.rounded or torch.is_grad_enabled()
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -311,7 +311,7 @@ class GatheredLow:
         self.gathers, self._of = gathers, {name: gather for gather in gathers.values() for name in gather.names}
 
     def check_reads(self, reads: WeightReads, place: str) -> None:
-        """Raise RoundedRead if a graph that is about to run reads rounded weights in fp32. `place` names its code in the message."""
+        """Raise RoundedRead if a graph that is about to run reads rounded weights in fp32. `place` names the graph in the message."""
         for name in reads.full:
             gather = self._of.get(name)
             if gather is not None and gather.concerns_this_call():

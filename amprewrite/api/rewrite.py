@@ -110,9 +110,9 @@ def rewrite(
             `{"module:encoder.*": …}`. Parameters, gradients, state_dict and results keep their sizes.
         products: which bf16 matrix products (linear, addmm, mm, matmul with a 2-d matrix) may read fp8 copies of their operands if that
             is faster: "fp8" (one scale per tensor), "fp8-rowwise" (one scale per row), "fp8-safe" (one scale per row; gradients of weights
-            stay bf16), or "fp8-all" (like "fp8", but all products that the kernels take, even if slower, for tests). A mapping adds rules:
-            `{"preset": "fp8-safe", "module:head": "bf16", "node:linear_3.grad_weight": "bf16", "module:blocks.*": "fp8"}`. None means no
-            fp8. Needs dtype="bf16". A device without fp8 units runs fp8 only for a rule or "fp8-all", and then emulates the same numbers.
+            stay bf16), or "fp8-all" (like "fp8", but for all products that the kernels take, even if slower; meant for tests). A mapping
+            adds rules: `{"preset": "fp8-safe", "module:head": "bf16", "node:linear_3.grad_weight": "bf16", "module:blocks.*": "fp8"}`. None
+            means no fp8. Needs dtype="bf16". A device without fp8 units emulates fp8, and only for "fp8-all" or a rule with value "fp8".
         backend: any torch.compile backend, by name or as a callable, for the rewritten graphs. "inductor" keeps fp32 inside its
             kernels, so its numbers differ from "eager" by rounding; "inductor-exact" fuses less and gives the same numbers.
         cache_weights: how long to keep low copies of weights. With True, each weight is cast where it is read, so that no write to a
@@ -120,7 +120,7 @@ def rewrite(
             its own duration. With "step", copies are kept until any optimizer steps, the mode changes or weights are loaded, in eager
             training too, so that gradient accumulation casts each weight once; copies of weights that take no gradient are kept
             longer. So call `amp.weights_changed()` after writes that PyTorch does not count (`.data`, NumPy, DLPack, collectives):
-            later calls find most of them and warn, but not all. With False, no copy is kept, not even by `generate()`.
+            later calls notice most such writes and warn, but not all. With False, no copy is kept, not even by `generate()`.
         strict: whether code that cannot be captured raises CaptureError instead of running in fp32 with a warning.
         inplace: whether to turn `model` itself into the rewritten model and return it, for code that keeps its model object, as many
             trainers do. `amprewrite.restore(model)` undoes it. If anything raises, the model does not change.
@@ -176,7 +176,7 @@ def rewrite(
 
 
 def _ready(amp: Any, optimizer: Optimizers, example: tuple[tuple[Any, ...], Mapping[str, Any]] | None, note: str) -> Any:
-    """Attach the optimizers to `amp`, capture it if there are `example` inputs, and return it. If this raises, detach the optimizers.
+    """Attach the optimizers to `amp`, capture `amp` if `example` inputs are given, and return `amp`. After an error, detach the optimizers.
 
     `note` is added to the notes of the model's plan; "" adds none.
     """

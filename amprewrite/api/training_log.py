@@ -83,7 +83,7 @@ class TrainingLog:
 
 
 def _opened(path: str | Path) -> io.FileIO:
-    """Open a file for appending and return it. If its last line has no line end, since a process was killed, write the line end first."""
+    """Open a file for appending and return it. If its last line has no line end (a process was killed), write the line end first."""
     try:
         file = io.FileIO(path, "a+")
     except (OSError, ValueError) as error:

@@ -59,15 +59,15 @@ class MaskRules(ABC, Generic[Value]):
         return any(read.kind is OpKind.ALLOW for read in self.reads(value))
 
     def is_mask(self, value: Value) -> bool:
-        """True if `value` is a mask, not data: upstream of its op are only ops such as `full` and `where`, and no floating-point input."""
+        """True if `value` is a mask, not data: all floats upstream of its op are constants, or made by ops such as `full` and `where`."""
         makers = reached([value], lambda each: made[1] if (made := self.made_of(each)) is not None else ())
         return all((made := self.made_of(each)) is not None and (each is value or made[0] in MAKE_MASKS) for each in makers)
 
     def holds_mask(self, value: Value, op: str, kind: OpKind | None, far: bool, masks: bool, beside: bool) -> bool:
         """True if a cast of `value` to the low format should clamp numbers beyond its range to ±max, because they belong to a mask.
 
-        `op` makes the value; its `kind` tells whether it may run low. `far` is True if a number among its arguments is beyond the range,
-        `masks` if such a number only blocks positions, and `beside` if an operand of the op already holds numbers of a mask.
+        `op` makes the value, and its `kind` tells whether it may run low. `far` is True if an argument of the op is a number beyond the
+        range, and `masks` if such a number only blocks positions. `beside` is True if an operand of the op already holds numbers of a mask.
 
         Clamping is right in four cases: the op moves a mask, as `view` does; it fills a mask into a value that no matrix product reads; the
         value itself is a mask; or a softmax reads the value, which then holds scores plus a mask. In other arithmetic ±max would be a wrong

@@ -44,7 +44,7 @@ else:
 class AmpRewritePrecision(Precision):  # type: ignore[misc]
     """A precision plugin for Lightning and Fabric that rewrites modules in place. It takes the options of `amprewrite.rewrite`.
 
-    Do not also pass `precision=` to the trainer. Its default, fp32, is right for the parameters.
+    Do not also pass `precision=` to the trainer: by default the trainer keeps the parameters in fp32, as the rewrite needs.
     """
 
     precision = "32-true"
@@ -93,7 +93,7 @@ class AmpRewritePrecision(Precision):  # type: ignore[misc]
         return above.optimizer_step(optimizer, **kwargs)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return {"0": state of the first module's loss scale, "1": ...}. Modules without a loss scale are left out."""
+        """Return {"0": state of the first module's loss scale, "1": of the second, ...}. A module without a loss scale has no entry."""
         return {str(number): state for number, session in enumerate(self._sessions) if (state := session.training.loss_scale.state_dict())}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

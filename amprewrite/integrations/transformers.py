@@ -43,7 +43,7 @@ _SAVED = ("dtype", "lists", "overrides", "plan", "loss_scale", "pad", "granulari
 
 @register_quantization_config(NAME)
 class AmpRewriteConfig(QuantizationConfigMixin):  # type: ignore[misc]
-    """A quantization config with options of `amprewrite.rewrite`, which is saved with the model. `plan` is a CastPlan or its JSON text.
+    """A quantization config with options of `amprewrite.rewrite`. It is saved with the model. `plan` is a CastPlan or its JSON text.
 
     Raises PolicyError for an option that cannot be saved or is invalid, and for a value that JSON cannot hold.
     """
@@ -190,8 +190,8 @@ def _with_fp32_modules(model: nn.Module, options: Mapping[str, Any]) -> dict[str
 def fp32_modules(model: nn.Module, narrow: bool) -> Iterator[str]:
     """Yield the paths of the modules that must stay fp32, because the model's class lists their names or names of their tensors.
 
-    A listed tensor counts only if its module has no submodules, because an override of the module would keep these in fp32, too.
-    The list `_keep_in_fp32_modules_strict` always counts; the list `_keep_in_fp32_modules` counts only in a `narrow` format (fp16).
+    A listed tensor counts only if its module has no submodules, because an override of the module would keep these in fp32, too. The list
+    `_keep_in_fp32_modules_strict` always counts; `_keep_in_fp32_modules` counts only if `narrow` is True (the low format is fp16).
     """
     names = {*(getattr(model, "_keep_in_fp32_modules_strict", None) or ())}
     if narrow:

@@ -321,10 +321,10 @@ class ProductPrices:
 
 @dataclass(frozen=True)
 class MatrixProduct:
-    """A matrix product that fp8 kernels could run: `x · wᵀ`, or `x · w` if `transposed`. Sizes: [rows, inner] times [inner, columns].
+    """A matrix product x · wᵀ that fp8 kernels could run. Its sizes are [rows, inner] times [inner, columns].
 
-    The last dim of x is the inner dim, and all other dims of x together are the rows. w has two dims.
-    """
+    The last dim of x is the inner dim, and all other dims of x together are the rows. w has the shape [columns, inner], as in a linear
+    layer. If `transposed` is True, w is stored the other way round, as [inner, columns], and the product is x · w."""
 
     x: str
     """Name of the node that makes x."""

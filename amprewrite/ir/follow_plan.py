@@ -20,7 +20,7 @@ def may_quantise(policy: Policy, given: ModelPlan | None) -> bool:
 def match_region(plan: ModelPlan, problem: Problem) -> RegionPlan:
     """Return the region (the plan of one graph) of `plan` that has the same nodes as the graph of `problem`.
 
-    Raises PlanError if the plan is for another low format, if no region fits, or if it gives a node an impossible colour (format).
+    Raises PlanError if the plan is for another low format, if no region fits, or if the region gives a node an impossible colour (format).
     If no region fits, the message names the first mismatch with the region whose number of nodes is closest to the graph's.
     """
     if plan.low != problem.policy.low.name:
@@ -91,9 +91,9 @@ def check_casts(region: RegionPlan, casts: tuple[Cast, ...]) -> None:
 
 
 def each_once(plans: Iterable[RegionPlan]) -> tuple[RegionPlan, ...]:
-    """Return `plans` without repeats: of plans with equal entry module, nodes, colours, edits, pads and fp8 GEMMs, only the first is kept.
+    """Return `plans` without repeats. A repeat is a plan with the `_kind` of an earlier plan: the same nodes, colours and other changes.
 
-    The notes of the repeats are added to the plan that is kept. A rewrite can apply this plan to the graphs of the repeats as well.
+    The notes of a repeat are added to the earlier plan. A rewrite can apply the earlier plan to the graph of the repeat as well.
     """
     shown: dict[object, RegionPlan] = {}
     for plan in plans:
@@ -105,9 +105,9 @@ def each_once(plans: Iterable[RegionPlan]) -> tuple[RegionPlan, ...]:
 
 
 def _kind(plan: RegionPlan) -> object:
-    """Return a key that is equal for plans with equal entry module, nodes, colours, edits, pads and fp8 GEMMs; unique if there is no node.
+    """Return a key that is equal for two plans if they have the same captured module, nodes, colours, edits, pads and fp8 GEMMs.
 
-    Nodes whose value is a size (SymInt) instead of a tensor do not count, because a graph captured with fixed sizes has no such nodes.
+    A plan without nodes has a unique key. Nodes whose value is a size (SymInt) do not count: a graph captured with fixed sizes lacks them.
     """
     if not plan.nodes:
         return object()  # a new object equals no other key, so each graph that was left in fp32 is shown with its own reason

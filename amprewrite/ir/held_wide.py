@@ -48,7 +48,7 @@ def is_product(node: OpNode) -> bool:
 def rounds(node: OpNode) -> bool:
     """True if an op counts as rounding its operands: a product that torch.autocast would run low (`is_product`), or a cast to a low format.
 
-    The product counts even if the plan at hand keeps it in fp32.
+    Such a product counts even if amprewrite keeps it in fp32.
     """
     return is_product(node) or (node.op in CONVERTS and node.dtype in LOW_NAMES)
 
@@ -144,9 +144,9 @@ class _Reading:
     def _is_bias(self, name: str) -> bool:
         """True if the value `name` counts as a bias: rounding its sum with a product has about the same error as rounding the product.
 
-        Masks and learnt vectors count as biases. Other learnt values, such as tables of relative positions, and results of norms may be
-        larger than the product, so that rounding the sum adds a larger error. They count as biases only in ONNX files: there each cast
-        costs a kernel, and no torch.autocast exists whose precision has to be reached.
+        Masks and learnt vectors count as biases. Two other sorts of values may be larger than the product, so that rounding the sum has a
+        larger error: other learnt values, such as tables of relative positions, and results of norms. They count as biases only in ONNX
+        files. There each cast costs a kernel, and no torch.autocast sets a precision to be reached.
         """
         seen = self.graph.seen(name)
         vector = sum(side != 1 for side in seen.shape) < 2

@@ -97,7 +97,7 @@ class OpNode:
 
     @cached_property
     def promoted(self) -> tuple[Operand, ...]:
-        """The operands, except 0-dim tensors, whose dtypes may be mixed, some low and some fp32, because the op's kernel promotes them."""
+        """The operands that the op's kernel promotes to one dtype, so that some may be low and others fp32. 0-dim tensors are left out."""
         return tuple([o for o in self.operands if o.demand is Demand.PROMOTE and not o.scalar])
 
 
@@ -197,8 +197,8 @@ def anchor(node: OpNode, nodes: Mapping[str, OpNode]) -> Operand | None:
 def resolved(node: OpNode, colour: Colour, colours: Mapping[str, Colour], nodes: Mapping[str, OpNode]) -> Iterator[tuple[Operand, Colour]]:
     """Yield (operand, colour to cast it to) for each operand of `node` that must be cast if `node` runs in `colour`.
 
-    `colours` has the colour (low, high or plain) of each node. An op that promotes mixed dtypes and runs in fp32 reads low operands without
-    a cast if another operand with dims is high. If all operands with dims are low, one of them, the `anchor`, is cast, but no other.
+    `colours` has the colour (low, high or plain) of each node. If `node` runs in fp32 and its kernel promotes mixed dtypes, one high
+    operand with dims is enough: low operands are then not cast. If all operands with dims are low, only one of them is cast, the `anchor`.
     """
     mixing = node.promoted
     promotes = not mixing or any(colours[o.value] is not Colour.LOW for o in mixing)
@@ -279,7 +279,7 @@ Shape = tuple[Size, ...]
 
 @dataclass(frozen=True)
 class Ref:
-    """An argument of a `Call` that is a value of the graph, such as a tensor, given by the name of its node."""
+    """An argument of a `Call` that is a value of the graph, such as a tensor. `name` is the name of the node that makes the value."""
 
     name: str
 

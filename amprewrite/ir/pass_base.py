@@ -258,7 +258,7 @@ class Decisions:
         return {name: painted.colour for name, painted in self.paints.items()}
 
     def edit(self, problem: Problem, node: str, what: Edit) -> None:
-        """Add an edit of the op `node` to the plan. `what` is the kind of the edit, such as fp32 statistics of a norm.
+        """Add an edit of the op `node` to the plan: a change that is neither a cast nor a pad. `what` is the kind of the edit.
 
         The edit is switched off if it is switched off in the user's plan (`problem.given`).
         """
@@ -267,7 +267,7 @@ class Decisions:
         self.edits.append(NodeEdit(node, what, on=not off))
 
     def edit_low(self, problem: Problem, nodes: Iterable[str], what: Edit) -> None:
-        """For each op in `nodes` that runs low, add an edit of the kind `what` to the plan, such as fp32 statistics of a norm."""
+        """Add a change of the kind `what` (see `edit`), such as fp32 statistics of a norm, to the plan for each low op in `nodes`."""
         for name in nodes:
             if self.paints[name].colour is Colour.LOW:
                 self.edit(problem, name, what)

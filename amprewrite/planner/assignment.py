@@ -38,10 +38,11 @@ Key = tuple[str, int]
 
 @dataclass(slots=True)
 class _Copies:
-    """The ops that read one value, in four lists: one list for each kind of copy or cast that a reader may cause.
+    """The ops that read one value, in four lists: one for each copy or cast that a reader may cause.
 
-    An op is listed as its vertex in the flow network. A vertex may occur several times in a list, because the ops of a precision group
-    share a vertex, and so do ops whose colour is fixed. Repeats do no harm: `_price_copies` makes sets of the lists.
+    `low` and `high` hold the readers that need a low copy or an fp32 copy. `senders` holds the readers whose fp32 gradient is cast.
+    `mixers` holds the readers that convert the value inside their kernels. An op is listed as its vertex in the flow network. Ops may share
+    a vertex, so a list may hold a vertex twice.
     """
 
     low: list[int] = field(default_factory=list)
@@ -81,11 +82,11 @@ class Assignment:
 
 
 def cheapest(graph: OpGraph, colours: dict[str, Colour], open_nodes: list[OpNode], model: CostModel) -> Assignment:
-    """Return the cheapest colours (low or high) of `open_nodes`, given the fixed colours of all other nodes in `colours`.
+    """Return the cheapest colours (low or high) of `open_nodes`. `colours` holds the fixed colours of all other nodes.
 
-    The search solves at most 500 minimum-cut problems, fewer for a large graph. If that is not enough, the best assignment found so far is
-    returned. Its `gap` is an upper bound on the saving of a better assignment. Raises Contradiction if nodes that must share a
-    colour are forced to both colours.
+    The search solves at most 500 minimum-cut problems, and fewer if the graph is large. If it stops early, the best assignment found is
+    returned, and its `gap` is an upper bound on what a better assignment would save. Raises Contradiction if nodes that must share a colour
+    are forced to both colours.
     """
     search = _Search(graph, colours, open_nodes, model)
     try:
@@ -96,7 +97,7 @@ def cheapest(graph: OpGraph, colours: dict[str, Colour], open_nodes: list[OpNode
 
 
 class ColourNetwork:
-    """A flow network with a vertex for each op whose colour (low or high) is searched. Ops that must have one colour share a vertex."""
+    """A flow network with a vertex for each op whose colour (low or high) is searched. Ops that must have equal colours share a vertex."""
 
     def __init__(self, colours: Mapping[str, Colour], open_nodes: Iterable[OpNode]) -> None:
         """Add the vertices for `open_nodes`. `colours` holds the fixed colours of all other nodes, by name."""
@@ -170,8 +171,8 @@ class PricedNetwork(ColourNetwork):
     def _mixer(self, node: OpNode, own: int) -> _Mixer | None:
         """Return a `_Mixer` for the op `node`, which promotes mixed dtypes, if it may run in fp32 while all its operands are low.
 
-        Return None if this cannot happen: the op always runs low, or one operand is always high, or one operand is high if the op is high.
-        `own` is the vertex of the op.
+        Return None if this cannot happen: the op always runs low, or one operand is always high, or one operand shares the op's vertex and
+        so its colour. `own` is the vertex of the op.
         """
         ends = [self.end(operand.value) for operand in node.promoted]
         if own == SOURCE or SINK in ends or own in ends:
@@ -208,11 +209,12 @@ class _Search(PricedNetwork):
         return self.model.cast(self.graph[mixer.anchor[0]])
 
     def _second_bound(self, mixer: _Mixer, fixed: dict[int, bool]) -> tuple[list[tuple[int, int, int]], int]:
-        """Return (arcs to add to the network, number to add to the cost of a cut), which turn the first bound of rule 3 into the second.
+        """Return the change of the network that replaces the first bound of rule 3 by the second bound for one op, `mixer`.
 
-        With the second bound, an op that is high while all its operands are low pays for the cast of one operand, its anchor. `fixed` holds
-        the vertices whose colour the search has fixed: True for low, False for high. If an operand other than the anchor is fixed to high,
-        no cast is needed, and the result is ([], 0).
+        The change is a pair: arcs (tail, head, capacity) to add to the network, and a number to add to the cost of a cut. With the second
+        bound, an op that is high while all its operands are low pays for the cast of one operand, its anchor. `fixed` holds the vertices
+        whose colour the search has fixed: True for low. If an operand other than the anchor is fixed to high, the pair is ([], 0): no cast
+        is needed.
         """
         if any(fixed.get(other) is False for other in mixer.others):
             return [], 0
@@ -228,16 +230,16 @@ class _Search(PricedNetwork):
         return arcs, -cost * len(free)
 
     def _wrong(self, mixer: _Mixer, side: Side) -> bool:
-        """True if `side` has a cost that the network leaves out (rule 3): the op of `mixer` is high, and all its operands are low.
+        """True if the network leaves out a cost of the assignment `side` (rule 3): the op of `mixer` is high, and all its operands are low.
 
-        The op then pays for an fp32 copy of one operand, its anchor. `side` is True for vertices that run low.
+        The op then pays for an fp32 copy of one operand, its anchor. `side` is a mask of vertices: True for low.
         """
         return bool(not side[mixer.op] and side[self.end(mixer.anchor[0])] and all(side[other] for other in mixer.others))
 
     def _true_cost(self, side: Side) -> int:
-        """Return the exact price of the assignment `side`, without the costs that all assignments have.
+        """Return the exact price of the assignment `side`, a mask of vertices: True for low.
 
-        The lower bounds of the search leave out the same costs, so that a bound and a price can be compared.
+        Costs that all assignments have are left out. The lower bounds leave them out, too, so that a bound and a price can be compared.
         """
         side = side.copy()
         for key in {mixer.anchor for mixer in self.mixers}:
@@ -299,8 +301,8 @@ class _Search(PricedNetwork):
     def _branches(self, side: Side, fixed: dict[int, bool], second: frozenset[int]) -> Iterator[tuple[dict[int, bool], frozenset[int]]]:
         """Yield two subproblems of the search: one fixes an operand to low, the other fixes it to high.
 
-        Yield nothing if the second bounds of rule 3 equal the true prices in the assignment `side`. A subproblem is (fixed colours, indices
-        in `self.mixers` of the ops for which the second bound is used).
+        Yield nothing if the second bounds of rule 3 equal the true prices in the assignment `side`. A subproblem is ({vertex: True if fixed
+        to low}, indices in `self.mixers` of the ops that get the second bound).
         """
         for index in sorted(second):
             mixer = self.mixers[index]

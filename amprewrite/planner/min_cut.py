@@ -67,14 +67,14 @@ class Network:
             self.capacities.append(capacity)
 
     def once(self, maker: int, readers: Iterable[int], cost: int, outwards: bool, named: bool = False) -> int:
-        """Add the cost of one copy of a value, such as a cast. A cut pays it once, however many of the vertices `readers` need the copy.
+        """Add the cost of one copy of a value, such as a cast. A cut pays `cost` once, however many of the `readers` need the copy.
 
-        `maker` is the vertex of the op that makes the value. With `outwards`, readers on the source's side need the copy if the maker is
-        on the sink's side. Without `outwards`, readers on the sink's side need the copy if the maker is on the source's side.
+        `maker` is the vertex of the op that makes the value, and `readers` are the vertices of the ops that read it. With `outwards`, a
+        reader on the source's side needs the copy if the maker is on the sink's side. Without `outwards`, the two sides are exchanged.
 
-        Return the vertex that stands for the copy. It is on the same side as the readers that need the copy. Let `always` be the source
-        with `outwards`, otherwise the sink. The result is `always` if this is a reader, or if there is nothing to pay. If there is only one
-        reader, the result is this reader. Otherwise it is a new vertex. With `named` it is `always` if this is a reader, otherwise new.
+        Return the vertex that stands for the copy. It is on the same side as the readers that need the copy. Let `end` be the source with
+        `outwards`, otherwise the sink. If `end` is a reader, or if there is nothing to pay, the result is `end`. If there is only one
+        reader, the result is this reader. Otherwise it is a new vertex. With `named` it is `end` if `end` is a reader, otherwise new.
         """
         always, ends = SOURCE if outwards else SINK, set(readers) - {maker}
         if not named and not (ends and cost):
@@ -152,17 +152,17 @@ Item = TypeVar("Item", bound=Hashable)
 
 
 def heaviest_closure(weights: Mapping[Item, int], needs: Iterable[tuple[Item, Item]]) -> frozenset[Item]:
-    """Return the closed set of items with the largest sum of weights. A closed set contains all items that its items need.
+    """Return the closed set of items with the largest sum of weights. A set is closed if it holds all items that its items need.
 
-    `weights` gives the weight of every item: a gain above 0, or a cost below 0. `needs` are pairs (item, item that it needs). The set is
-    empty if no set has a sum above 0. Of several best sets the smallest is returned.
+    `weights` gives the weight of every item: a gain above 0, or a cost below 0. `needs` holds pairs (item, item that it needs). If no set
+    has a sum above 0, the result is empty. Of several best sets the smallest is returned.
 
-    The cut of this network gives the set (Picard, "Maximal closure of a graph and applications to combinatorial problems", 1976). Items
-    with a gain are called projects. Items with a cost are called needs. A need that several projects share is paid once:
+    A minimum cut of this network gives the set (Picard, "Maximal closure of a graph and applications to combinatorial problems", 1976).
+    An item with a gain is called a project, an item with a cost a need. If several projects share a need, its cost is paid once:
 
-        source → project   its gain, lost if it is not taken
+        source → project   its gain, lost if the project is not in the set
         project → need     must not be cut
-        need → sink        its cost, paid if it is taken
+        need → sink        its cost, paid if the need is in the set
     """
     network = Network()
     vertices = {item: network.vertex() for item in weights}

@@ -40,9 +40,10 @@ class CastPlan(ModelPlan):
     def explain(self, name: str = "") -> str:
         """Explain a node ("linear_3"), a module ("encoder.layer.0") or, without a name, the whole plan.
 
-        The sentences give a node's format, the rule that decided it, the node that caused it, a change that would alter it, and the
-        price of that change in casts. To find the change, the op graph is planned anew. A plan read from JSON has no op graph, so its
-        sentences give the recorded reasons only. Heavy ops (matmuls and convolutions) that stay fp32 come first.
+        For each node, the sentences give its format, the rule that decided the format, and the node that caused the decision. They also
+        give a change that would alter the format, and its price. To find the change, the op graph is planned anew. For a module of more
+        than four nodes, and for a saved or edited plan, only recorded reasons are given. In large modules and whole plans, heavy ops
+        (matmuls and convolutions) in fp32 come first.
 
         Raises PlanError for an unknown name; the message lists similar names.
         """
@@ -51,7 +52,7 @@ class CastPlan(ModelPlan):
         return explain(self, name)
 
     def summary(self) -> str:
-        """Return a text: `counts()`, predicted times of this plan and of alternative plans with which it was compared, and its padding."""
+        """Return a text: `counts()`, predicted times of this plan and of the alternatives considered, and the padding of this plan."""
         return "\n".join([self.counts(), *map(printable, (*self._weighed(), *pad_summary([region.pads for region in self.regions])))])
 
     def _weighed(self) -> list[str]:
@@ -125,7 +126,7 @@ class CastPlan(ModelPlan):
     def to_svg(self, path: Any = None, depth: int | None = None) -> str:
         """Return a drawing of the graph as SVG text, and write it to `path` if given.
 
-        Modules nested deeper than `depth` are drawn as one closed box; None chooses a depth. Raises EmitError if `path` cannot be written.
+        A module nested deeper than `depth` is drawn as a closed box; None chooses a depth. Raises EmitError if `path` cannot be written.
         """
         return load_extra("drawings", "to_svg").to_svg(self, path, depth)
 
@@ -151,7 +152,7 @@ class CastPlan(ModelPlan):
         return load_extra("drawings", "to_model_explorer").to_model_explorer(self, path, graph)
 
     def _repr_html_(self) -> str | None:
-        """Return an HTML fragment for notebooks; None if the extra "drawings" is not installed: notebooks then display text."""
+        """Return an HTML fragment for notebooks. Return None if the extra "drawings" is not installed, so that notebooks display text."""
         return load_extra("drawings", "HTML").to_notebook(self, self.summary()) if "drawings" in EXTRAS else None
 
     def __str__(self) -> str:

@@ -137,7 +137,7 @@ def module_tree(plan: ModelPlan) -> ModuleRow:
 
 
 def _joined(row: ModuleRow) -> ModuleRow:
-    """Return the tree `row`, in which a module and its only submodule now share one row if all ops of the module are in the submodule."""
+    """Return the tree `row` with fewer rows: a module and its only submodule share a row if all ops of the module are in the submodule."""
     row.parts = {name: _joined(part) for name, part in row.parts.items()}
     if len(row.parts) == 1 and row.name:
         (part,) = row.parts.values()
@@ -335,7 +335,7 @@ def _row(name: str, values: tuple[str, ...], left: int, widths: list[int]) -> st
 
 
 def op_table(plan: ModelPlan) -> str:
-    """Return a text table of ops, with calls and FLOPs in the low format and in fp32. Sorted by FLOPs, then by calls, largest first."""
+    """Return a text table with one op per row: calls and FLOPs in the low format and in fp32. The rows with most FLOPs come first."""
     found: dict[str, list[int]] = {}
     for node in plan.nodes:
         if node.role == "op" and node.colour is not Colour.PLAIN:

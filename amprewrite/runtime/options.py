@@ -52,10 +52,8 @@ def is_flattened(parameter: Tensor) -> bool:
 
 
 def fsdp_groups(module: Any) -> list[Any]:
-    """Return the FSDP2 parameter groups of `module`, each gathered by one all-gather; [] if the module did not go through `fully_shard`.
-
-    In earlier versions of torch a module has at most one group.
-    """
+    """Return the FSDP2 parameter groups of `module`, each gathered by one all-gather; [] if `fully_shard` was not applied to `module`.
+    Older versions of torch make at most one group for a module; newer versions may make several."""
     ask = getattr(module, "_get_fsdp_state", None)
     state = None if ask is None else ask()
     groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
@@ -68,7 +66,7 @@ def several_ranks() -> bool:
 
 
 def sharded_inside(root: nn.Module, path: str) -> str:
-    """Return the advice to use granularity="blocks" if FSDP2 shards a submodule of the module at `path` by itself; otherwise ""."""
+    """Return advice to use granularity="blocks" if `fully_shard` was applied to a submodule of the module at `path`; otherwise ""."""
     above = f"{path}." if path else ""  # search by name: the model may no longer have the module, which can still be called by itself
     found = [name for name, module in root.named_modules() if name and name.startswith(above) and is_sharded(module)]
     return f"; {found[0][len(above):]} is sharded by itself, which takes rewrite(..., granularity='blocks')" if found else ""
@@ -120,7 +118,7 @@ def block_paths(model: nn.Module, granularity: Granularity) -> tuple[str, ...]:
 
 
 def _repeated(model: nn.Module) -> Iterator[str]:
-    """Yield the path of each module that has submodules and is in a ModuleList, Sequential or ModuleDict beside another of its class."""
+    """Yield the path of each module that has submodules and is in a ModuleList, Sequential or ModuleDict with another of the same class."""
     for path, holder in model.named_modules():
         if isinstance(holder, nn.ModuleList | nn.Sequential | nn.ModuleDict):
             classes = Counter(type(child) for child in holder.children())
@@ -130,7 +128,7 @@ def _repeated(model: nn.Module) -> Iterator[str]:
 
 
 def _named(model: nn.Module, patterns: Granularity) -> Iterator[str]:
-    """Yield the paths of the modules that match `patterns`. Raises PolicyError for a pattern that matches none."""
+    """Yield the paths of the modules that match `patterns`. Raises PolicyError if a pattern matches no module."""
     paths = [path for path, _ in model.named_modules() if path]
     for pattern in patterns:
         hits = [path for path in paths if fnmatchcase(path, pattern)]
@@ -180,10 +178,10 @@ class Options:
 
 
 def policy_on(row: Device, options: Options, note: Callable[[str], None], kept: bool, products: ProductPolicy | None) -> Policy:
-    """Return a `Policy`: the rules by which the planner chooses formats, made from `options` for the device `row`.
+    """Return the rules by which the planner chooses formats, a `Policy`, made from `options` for the device `row`.
 
-    Calls `note` with a text for each restriction, for example that the device gains nothing from a low format. `kept`: True inside a
-    `with` block that keeps low copies of weights, such as `frozen_weights()`. The planner then counts casts of weights as free.
+    Calls `note` with a message for each restriction, for example that the device gains no speed from a low format. `kept`: True in a `with`
+    block that keeps low copies of weights, such as `frozen_weights()`. The planner then counts a cast of a weight as costing nothing.
     `products`: the rules of `options.products` that the kernels on the device can run (see `fp8_units.runnable`).
     """
     low = options.low

@@ -134,7 +134,7 @@ class Session(GraphRewriter):
         return self.call(entry, args, kwargs)
 
     def _start_widened(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Restart a call of `entry` with its bf16 and fp16 inputs cast to fp32, as in all later calls. No code of the call has run yet."""
+        """Restart a call of `entry`, whose code has not begun, with half inputs cast to fp32. Later calls cast such inputs at once."""
         entry.capture_anew(Anew.HALF_INPUTS)
         entry.widens = True
         try:
@@ -146,7 +146,7 @@ class Session(GraphRewriter):
         return result
 
     def _check_reads(self, entry: Entry, ran: tuple[Region, ...]) -> None:
-        """Raise RoundedRead if the latest call of `entry` may have needed fp32 values of weights that FSDP2 gathers in a low format.
+        """Raise RoundedRead if the latest call of `entry` may have read weights in fp32 although FSDP2 gathers them in bf16 or fp16.
 
         `ran`: the rewritten graphs that ran in the call.
         """
@@ -155,7 +155,7 @@ class Session(GraphRewriter):
             check(entry.path, entry.place, whole)
 
     def _begin_forward(self, entry: Entry, recomputes: bool, given_up: int) -> None:
-        """Prepare an outermost call: rewrite calls of new submodules, count the forward, forget overflows of gradients that were discarded.
+        """Prepare an outermost call: redirect calls of new submodules, count the forward, drop overflow flags of discarded gradients.
 
         `recomputes`: a backward makes the call to repeat a forward (activation checkpointing). `given_up`: number of frames that Dynamo
         failed to capture before this call.
@@ -223,8 +223,8 @@ class Session(GraphRewriter):
     def _take_in_new_modules(self) -> None:
         """Find the modules that were added to the model since the last search, so that their calls use rewritten graphs, too.
 
-        Called before a call if the root's direct children have changed. Also called after a call that captured a graph (a capture sets
-        `self.children` to None), to find modules that were added deeper in the model.
+        Called before a call if the root's direct children have changed. Also called after a call that captured a graph, to find modules
+        that were added deeper in the model: a capture sets `self.children` to None.
         """
         self.children = dict(self.root._modules)
         self.take_in()
@@ -232,7 +232,7 @@ class Session(GraphRewriter):
     def _run(self, entry: Entry, graphs: Graphs, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the compiled function of `graphs`. If capture fails before any code of `entry` has run, run `entry` as written instead.
 
-        Raises CaptureError if capture fails under `strict`, or after some code of `entry` has run.
+        Raises CaptureError if capture fails although the user set `strict=True`, or after some code of `entry` has run.
         """
         try:
             if count_dispatch_modes() == 0:
@@ -293,10 +293,10 @@ class Session(GraphRewriter):
         self._check_wide()
 
     def _check_products(self) -> None:
-        """Raise PolicyError if a rule of `products=` matches no node, or if no matmul runs in fp8 although the device can multiply fp8.
+        """Raise PolicyError if a rule of `products=` matches no node, or if no matmul runs in fp8.
 
-        If the preset asks for fp8 at any price, a device that cannot multiply fp8 gives this error, too. If the user asked for an accuracy,
-        which may keep every matmul in fp32, a note in the plan replaces this error.
+        The second error is raised only if the device can multiply fp8, or if the preset asks for fp8 at any price. If the user asked for
+        an accuracy, which may keep every matmul in fp32, the plan gets a note instead of this error.
         """
         asked = self.options.products
         if asked is None or self.policy.products is None:
@@ -425,8 +425,8 @@ class Session(GraphRewriter):
     # -- plan ---------------------------------------------------------------------------
     @property
     def left_out(self) -> tuple[Skipped, ...]:
-        """Code that ran in fp32 outside of rewritten graphs, each with the reason: modules that Dynamo can never capture, and code that
-        the present graphs of an entry do not contain."""
+        """The pieces of code that ran in fp32 outside of rewritten graphs, with reasons. They are modules that Dynamo can never capture,
+        and code that is missing in the present graphs of a module."""
         return tuple(self.unreadable) + tuple(part for graphs in self.graphs for part in graphs.left_out.values())
 
     def plan_of(self, regions: Iterable[Region]) -> ModelPlan:

@@ -51,7 +51,7 @@ def compile_graph(module: torch.fx.GraphModule, inputs: list[Any], options: Opti
 def _read_parameters(module: torch.fx.GraphModule, inputs: Sequence[Any]) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield (path, parameter) for the parameters among the inputs of a graph.
 
-    They may belong to a module that `_modules_of_frame` does not find, for instance behind a decorator.
+    Such a parameter may belong to a module that `_modules_of_frame` does not find, for instance because a decorator hides the module.
     """
     for node, value in zip(module.graph.find_nodes(op="placeholder"), inputs, strict=False):
         if isinstance(value, nn.Parameter):
@@ -82,7 +82,8 @@ class _GraphOfMany:
         return [inputs[place] for place in self._places if isinstance(inputs[place], nn.Parameter)]
 
     def _for_others(self, read: Sequence[nn.Parameter], inputs: list[Any]) -> tuple[CompiledSession, Region]:
-        """Return the session of the model with the parameters `read`, and this graph rewritten for that session. Make what is missing."""
+        """Return the session for the parameters `read`, and this graph rewritten for that session.
+        Make the session, and rewrite the graph, only if that has not been done yet."""
         self._regions = {session: region for session, region in self._regions.items() if any(True for _ in parameters_in(session.root))}
         session = _session_for((), read, self._options) if read else self._now[0]
         if session in self._regions:
@@ -105,7 +106,7 @@ def sessions_of(module: nn.Module) -> list[CompiledSession]:
 
 
 class CapturedModules(nn.Module):
-    """The root of a `CompiledSession`: the modules and loose parameters that its graphs were captured from, held by weak references."""
+    """The model of a `CompiledSession`: weak references to the captured modules, and to captured parameters outside of these modules."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -162,8 +163,8 @@ class CompiledSession(Session):
     def take(self, module: torch.fx.GraphModule, inputs: list[Any]) -> Region:
         """Rewrite another captured graph for this session, and return the rewritten graph as a `Region`.
 
-        If the code sets a hook on an input that the graph overwrites, Dynamo would set the hook on the new value. So this method warns and
-        raises SkipFrame, and Dynamo runs the frame as written. Under `fullgraph=True` this method raises CaptureError instead.
+        If the code sets a hook on an input that the graph overwrites, Dynamo would wrongly set the hook on the new value. Then this method
+        warns and raises SkipFrame, so that Dynamo runs the frame as written. Under `fullgraph=True` it raises CaptureError instead.
         """
         graphs = self.entries[""].graphs
         try:
@@ -206,7 +207,7 @@ _SESSIONS: weakref.WeakSet[CompiledSession] = weakref.WeakSet()
 
 
 def _session_for(modules: Sequence[nn.Module], read: Sequence[Tensor], options: Options) -> CompiledSession:
-    """Return the session with equal options that shares parameters with `modules` or `read`; a new session if there is none.
+    """Return the session that has equal options and shares a parameter with `modules` or `read`; a new session if there is none.
 
     `modules`: the modules whose code was captured. `read`: the parameters that the graph reads. Both are added to the session's model.
     """
@@ -232,7 +233,7 @@ def _modules_of_frame() -> list[nn.Module]:
 
 
 def _modules_in(value: Any) -> Iterator[nn.Module]:
-    """Yield the module that `value` is, or whose bound method it is; also look inside a `functools.partial` and a closure cell."""
+    """Yield the module in `value`: a module, the owner of a bound method, or one of these in a `functools.partial` or a closure cell."""
     if isinstance(value, nn.Module):
         yield value
     elif isinstance(value, types.MethodType):

@@ -114,7 +114,7 @@ def saturate(value: torch.Tensor, limit: float) -> torch.Tensor:
 def parse_format(dtype: str | torch.dtype | Format) -> Format:
     """Return the format that `dtype` names: "bf16", "fp16", "fp32", a longer spelling such as "torch.float16", or a torch dtype.
 
-    Raises PolicyError for anything else, fp8 included: only operands of products can be cast to it (the option `products=`).
+    Raises PolicyError for anything else. This includes fp8: no op runs in fp8, but products can read fp8 copies (the option `products=`).
     """
     if isinstance(dtype, Format):
         return dtype

@@ -83,9 +83,9 @@ set_grad_enabled = torch._C._set_grad_enabled
 
 @contextlib.contextmanager
 def outside_capture(shapes: Any) -> Iterator[Callable[[Any], Any]]:
-    """Context manager for calling a compiler outside a capture. It gives a function that makes fake tensors of the compiler's inputs.
+    """Context manager in which a compiler can be called while no capture runs. It yields a function that turns tensors into fake tensors.
 
-    Their sizes are constants. A number that the graph reads from a tensor, as by `x.item()`, stays variable. `shapes` is a new `ShapeEnv`.
+    Their sizes are constants, but a number that the graph reads from a tensor (`x.item()`) stays variable. `shapes` is a new `ShapeEnv`.
     """
     with tracing(TracingContext(mode := FakeTensorMode(shape_env=shapes, static_shapes=True))):
         yield lambda value: mode.from_tensor(value, static_shapes=True) if isinstance(value, torch.Tensor) else value
@@ -102,10 +102,9 @@ def in_forward_mode() -> bool:
 
 
 def leave_forward_mode() -> None:
-    """Leave the level of forward-mode AD that a graph has entered; do nothing if it entered none.
+    """Leave the level of forward-mode AD that a graph has entered. Do nothing if the graph entered none.
 
-    Levels do not nest, so one exit is enough. `in_forward_mode` does not see a level that a graph has entered, so it cannot tell whether an
-    exit is needed.
+    Levels do not nest, so one exit is enough. It is always tried, since `in_forward_mode` does not see a level that a graph has entered.
     """
     with contextlib.suppress(RuntimeError):  # torch raises this error if no level is open, and no function tells whether one is
         torch._C._exit_dual_level(level=0)

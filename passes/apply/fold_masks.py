@@ -60,8 +60,8 @@ class FoldMasks(Pass[RegionPlan, EditedGraph]):
 def copy_strided(value: torch.fx.Node, captured: Set[torch.fx.Node]) -> None:
     """Let the readers of `value` read a contiguous copy instead. `value` is an attention mask, or a tensor of which the mask is a view.
 
-    If the graph returns memory of `value`, views of this memory still read `value`, so that the results share memory as before. Only
-    `captured`, the nodes of the captured graph, are searched for such views, because passes insert no views.
+    If the graph returns memory of `value`, ops that return views of this memory still read `value` itself, so that the results share memory
+    as before. Such ops are sought only in `captured`, the nodes of the captured graph, because passes insert no views.
     """
     kept = returned_memory(value.graph) & memory_of(value)
     views = {node for node in captured if not kept.isdisjoint(memory_of(node))}
@@ -115,10 +115,10 @@ def fold_mask(module: torch.fx.GraphModule, mask: torch.fx.Node, calls: dict[tor
 
 
 def _ask(graph: torch.fx.Graph, calls: list[torch.fx.Node], question: Callable[..., Any], *about: Any) -> None:
-    """Insert nodes that call `question(*about, query, key)`, and let the attention `calls` take the results as arguments.
+    """Insert nodes that find out in each forward whether the attention `calls` need their mask. The calls take the results as arguments.
 
-    The results are (`attn_mask`, `is_causal`). The first is None if the mask can be dropped. For example, `question` is `look_at_mask`, and
-    `about` is the mask. Attention calls with the same numbers of queries and keys share one node.
+    Each node calls `question(*about, query, key)`, for example `look_at_mask(mask, query, key)`, and returns (`attn_mask`, `is_causal`).
+    `attn_mask` is None if the mask can be dropped. Attention calls with the same numbers of queries and keys share one node.
     """
     asked: dict[str, tuple[torch.fx.Node, torch.fx.Node]] = {}
     for call in calls:

@@ -91,8 +91,8 @@ def insert_cast(
 def leave_with_gradients(value: torch.fx.Node, user: torch.fx.Node) -> torch.fx.Node:
     """Return the node before which to insert a copy of `value` for `user`, so that the copy records gradients if `value` does.
 
-    This node is `user` itself, with one exception. It applies if `user` is the output of the graph, and nodes after `value` change the grad
-    mode. If the first of these nodes switches gradients off, or ends inference mode, it is returned instead of `user`.
+    This is `user`, with one exception: `user` is the output of the graph, and the first node after `value` that changes the grad mode
+    switches gradients off or ends inference mode. Then return that node.
     """
     if user.op != "output":
         return user

@@ -71,7 +71,7 @@ class _Insertion:
         return self.uses.get((value, reader), self.have.get(value, ()))
 
     def insert(self, copy: PadCopy, order: dict[torch.fx.Node, int], openings: Openings) -> None:
-        """Insert one planned change of padding (add it, remove it, or replace it by other padding), and let its users read the result.
+        """Insert one planned change of a value's padding (add, remove or replace it). Let the nodes in `copy.users` read the changed value.
 
         `order` has the position of each node in the graph. `openings` maps each node in a torch.func transform to the transforms around it.
         """
@@ -114,7 +114,7 @@ def _cast_nodes(plan: RegionPlan, edited: EditedGraph) -> dict[str, torch.fx.Nod
 
 
 def _cast_of(node: torch.fx.Node) -> list[torch.fx.Node]:
-    """Return the inputs of the clamp that `node` reads; [] if it reads no node. A saturating cast is a clamp, then the cast `node`."""
+    """Return the nodes that a saturating cast (a clamp, then the conversion `node`) reads. Return [] if `node` itself reads no node."""
     clamp = node.args[0]
     return clamp.all_input_nodes if isinstance(clamp, torch.fx.Node) else []
 

@@ -94,10 +94,10 @@ class _ProductInsertion:
         return copy
 
     def _linked(self, copy: torch.fx.Node, operand: torch.fx.Node) -> torch.fx.Node:
-        """Return the fp8 copy that products read in place of `operand`, linked so that gradients go to `operand`.
+        """Return a node that has the data of the fp8 `copy` and sends gradients to `operand`. Products will read it in place of `operand`.
 
-        This is `copy`, with one exception. A `linked_copy` has the memory of a low copy, but its own autograd node, for one group of
-        readers. For such an `operand`, insert and return `relinked(copy, operand)`, since `copy` sends gradients to the low copy.
+        This is `copy` itself, except if `operand` is a `linked_copy`: the memory of a low copy with an autograd node of its own. As `copy`
+        was made from the low copy, its gradients go there, so insert and return `relinked(copy, operand)`.
         """
         if operand.target is not linked_copy:
             return copy

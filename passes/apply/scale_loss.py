@@ -67,7 +67,7 @@ class ScaleLoss(Pass[RegionPlan, EditedGraph]):
 
 
 def scale_loss(graph: torch.fx.Graph, weights: set[Node], high: set[Node]) -> None:
-    """Edit `graph` so that its backward multiplies gradients by the loss scale where they enter, and by the inverse where they leave.
+    """Edit `graph` so that its backward multiplies gradients that enter it by the loss scale, and gradients that leave it by the inverse.
 
     `weights` are the graph's parameters, `high` the nodes not in the low format. The scale and its inverse become the last two inputs of
     the graph, even if no input or result is differentiable.
@@ -138,9 +138,9 @@ def scales_itself(node: Node) -> bool:
 
 
 def _gives_what_it_reads(node: Node, returned: set[Node]) -> bool:
-    """True if the graph returns a result of the checkpoint `node` that ops in the checkpoint's body read, too.
+    """True if the graph returns results of the checkpoint `node`, and ops inside the checkpoint read values that it returns.
 
-    No op can then scale the gradient between the result and these ops, so the gradients of the whole checkpoint stay unscaled.
+    Nothing can then scale the gradients between such a value and these ops, so the gradients of the whole checkpoint stay unscaled.
     `returned` are the results of the graph.
     """
     leaves = any(user in returned or LEAVES in reader.meta for user in node.users for reader in (user, *user.users))
@@ -148,7 +148,7 @@ def _gives_what_it_reads(node: Node, returned: set[Node]) -> bool:
 
 
 def _reads_results(node: Node) -> bool:
-    """True if the body graph of a checkpoint, or of a checkpoint inside it, reads a value that it returns."""
+    """True if an op in the body graph of a checkpoint, or of a checkpoint nested in it, reads a value that this body graph returns."""
     for body in bodies(node):
         inner = (each for each in body.graph.nodes if is_checkpoint(each))
         if any(True for _ in read_results(body.graph)) or any(_reads_results(each) for each in inner):
@@ -157,7 +157,7 @@ def _reads_results(node: Node) -> bool:
 
 
 def _ends(graph: torch.fx.Graph, outside: set[Node], high: set[Node]) -> set[Node]:
-    """Return the fp32 ops, other than `outside`, whose gradients need no scaling, such as a loss if the graph also returns its logits.
+    """Return further fp32 ops whose gradients can stay unscaled, for example a loss of logits that the graph also returns.
 
     These ops exchange gradients only with each other, with `outside` (the nodes with unscaled gradients) and with the output of the graph.
     `high` are the nodes not in the low format.
@@ -199,7 +199,7 @@ def _crosses(reader: Node) -> bool:
 
 # -- scale gradients that enter, unscale gradients that leave -----------------------------------
 def _enter(graph: torch.fx.Graph, outside: set[Node], scale: Node) -> None:
-    """Insert a `scale_gradient` wherever a node with unscaled gradients (`outside`), or the output, reads a value with scaled gradients."""
+    """Insert a `scale_gradient` wherever the output, or a node with unscaled gradients (`outside`), reads a value with scaled gradients."""
     for node in list(graph.nodes):
         if node.op == "placeholder" or not (node in outside or node.op == "output"):
             continue
@@ -262,10 +262,10 @@ def _leave_elsewhere(graph: torch.fx.Graph, readers: dict[Node, list[Node]], wei
 
 
 def _leave_at_readers(graph: torch.fx.Graph, readers: dict[Node, list[Node]], outside: set[Node], inverse: Node) -> None:
-    """Insert an `unscale_gradient` in front of the readers of each value, and a new one after each in-place write or grad mode change.
+    """Insert an `unscale_gradient` between each value and its readers, and a new one after each in-place write or grad mode change.
 
-    `readers` maps values with unscaled gradients to readers with scaled gradients. `outside` are all nodes with unscaled gradients, and
-    `inverse` is the graph's input for the inverse of the scale.
+    `readers` is {value with unscaled gradients: its readers with scaled gradients}. `outside` are all nodes with unscaled gradients, and
+    `inverse` is the graph's input for the inverse of the loss scale.
     """
     moments = dict(_moments(graph, outside))
     for source, users in readers.items():
@@ -279,10 +279,10 @@ def _leave_at_readers(graph: torch.fx.Graph, readers: dict[Node, list[Node]], ou
 
 
 def _moments(graph: torch.fx.Graph, outside: set[Node]) -> Iterator[tuple[Node, tuple[Node, tuple[int, int]]]]:
-    """Yield (node, (place, moment)) for each node. An `unscale_gradient` that the node is to read must be inserted before `place`.
+    """Yield (node, (place, moment)) for each node: where to insert an `unscale_gradient` for the node, and which nodes may share it.
 
-    `place` is the node itself, or the first node of the torch.func transform around it. `moment` is (number of writes to `outside` nodes,
-    number of grad mode changes) before the node. Readers with the same moment may share an `unscale_gradient`.
+    `place` is the node before which to insert it: the node itself, or the first node of the torch.func transform around it. `moment` is
+    (number of writes to `outside` nodes, number of grad mode changes) before the node. Nodes with the same moment may share one.
     """
     apart = transformed_nodes(graph)
     writes = switches = 0

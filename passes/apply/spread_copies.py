@@ -62,9 +62,9 @@ def spread(copy: torch.fx.Node, openings: Openings) -> None:
 
 
 def _linked(copy: torch.fx.Node) -> torch.fx.Node:
-    """Insert and return an op. Its result has the memory of `copy`, but its own autograd node, which sends gradients to the copied value.
+    """Insert and return a node with the data of the low-precision `copy`, but an autograd node of its own that leads to the copied value.
 
-    If `copy` is a padded low-precision copy, link the unpadded copy and pad it again.
+    The node shares the memory of `copy`. If `copy` pads another low-precision copy, make such a node for that copy, and pad it again.
     """
     source = copy.args[0]
     if copy.target is resize and isinstance(source, torch.fx.Node):

@@ -57,7 +57,7 @@ class GroupWeights(Pass[Target, EditedGraph]):
 
 
 def _launches(node: Node) -> bool:
-    """True if an input makes grouping useful: it is the inverse of the loss scale, or on a device on which each cast launches a kernel."""
+    """True if the input `node` makes grouping useful: it is the inverse of the loss scale, or on a device where casts launch kernels."""
     value = example_value(node)
     return node.target == INVERSE or (isinstance(value, torch.Tensor) and value.device.type not in WITHOUT_LAUNCHES)
 
@@ -90,8 +90,8 @@ def group_weights(module: torch.fx.GraphModule) -> None:
 def _reader(nodes: list[Node], dtype: torch.dtype | None) -> Node:
     """Return the first node, in graph order, that will read a certain weight from the `cross_together` node of the weight's group.
 
-    `nodes` cast the weight or unscale its gradient. Their users will read the weight, with one exception: if the group makes no low copies
-    (`dtype` is None or fp32), casts stay, and read the weight themselves.
+    `nodes` cast the weight or unscale its gradient. They are erased, and their users will read the weight. But if the group makes no low
+    copies (`dtype` is None or fp32), casts stay and will read the weight themselves.
     """
     return min(each for node in nodes for each in ([node] if node.target is cast_in and dtype in SHARES else node.users))
 
@@ -99,8 +99,8 @@ def _reader(nodes: list[Node], dtype: torch.dtype | None) -> Node:
 def _groups(module: torch.fx.GraphModule) -> Iterator[tuple[torch.dtype | None, list[list[Node]]]]:
     """Yield (dtype, group) for each group of small fp32 weights. A group lists, for each weight, its casts and `unscale_gradient` nodes.
 
-    `dtype` is the dtype of the low copies that the group's new node makes. A node that makes none only unscales gradients. Then `dtype` is
-    fp32 if only casts read the weights (on a CPU, where casts stay), otherwise None. Groups too small to pay off are left out.
+    `dtype` is the dtype of the low copies that the group's new node makes. If the node makes none, it only unscales gradients. `dtype` is
+    then fp32 if only casts read the weights (on a CPU, where casts stay), and None otherwise. Groups too small to pay off are left out.
     """
     every = list(module.graph.nodes)
     stretch = dict(zip(every, itertools.accumulate(op_name(node.target) in GRAD_SWITCHES for node in every), strict=True))

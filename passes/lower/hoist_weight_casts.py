@@ -63,9 +63,9 @@ class HoistWeightCasts(Pass[Target, EditedGraph]):
 
 
 def mark_copies(module: torch.fx.GraphModule, chosen: Callable[[int], bool] = lambda _: True) -> None:
-    """After casts of weights, insert nodes that give the low copy the `requires_grad` of its weight, which a cast under no_grad drops.
+    """After casts of weights, insert nodes that give low copies the weight's `requires_grad`, a flag that a cast under no_grad drops.
 
-    Only copies for which a product may choose its kernel by this flag get a node. `chosen(position)` is False for inputs to leave out.
+    Only copies read by a product that may choose its kernel by this flag get a node. `chosen(position)` is False for inputs to leave out.
     """
     found = [
         (node, cast)
@@ -138,7 +138,7 @@ def hoist_weight_casts(
 
 
 def read_kept(module: torch.fx.GraphModule, cache: WeightCache, chosen: Callable[[int], bool] = lambda _: True) -> None:
-    """Replace casts of weights in a graph with gradients by reads of the copies that `cache` keeps, in place.
+    """In a graph with gradients, replace casts of weights, in place, by reads of the copies that `cache` keeps.
 
     A read is inserted outside any torch.func transform around the cast, because the copy belongs to no transform. `chosen(position)` is
     False for inputs to leave out.

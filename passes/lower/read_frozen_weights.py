@@ -52,7 +52,7 @@ def _refuse_writes(module: torch.fx.GraphModule, frozen: Mapping[int, FrozenWeig
 
 
 def cast_up(module: torch.fx.GraphModule, frozen: Mapping[int, FrozenWeight]) -> list[int]:
-    """Insert casts to fp32 for frozen weights that the graph reads in fp32 but that keep no fp32 values. Return the inputs' positions."""
+    """Insert a cast to fp32 for each frozen weight that the graph reads in fp32 but that has only low values. Return their positions."""
     found: list[int] = []
     for place, node in enumerate(module.graph.find_nodes(op="placeholder")):
         if place not in frozen or frozen[place].exact or not node.users:
@@ -71,7 +71,7 @@ def cast_up(module: torch.fx.GraphModule, frozen: Mapping[int, FrozenWeight]) ->
 def example_inputs_of(inputs: Sequence[Any], frozen: Mapping[int, FrozenWeight], edited: EditedGraph) -> list[Any]:
     """Return `inputs` in the form that a compiled graph takes, with tensors in place of FrozenWeight objects.
 
-    If a frozen weight keeps no fp32 values, its example value in the graph gets the stored low format, too.
+    Also edit the graph: the example value of a frozen weight that keeps no fp32 values gets the dtype of its low values.
     """
     given = _given(inputs, frozen, edited, compiled=True)
     for place, node in enumerate(edited.module.graph.find_nodes(op="placeholder")):
@@ -81,9 +81,9 @@ def example_inputs_of(inputs: Sequence[Any], frozen: Mapping[int, FrozenWeight],
 
 
 def _given(inputs: Sequence[Any], frozen: Iterable[int], edited: EditedGraph, compiled: bool) -> list[Any]:
-    """Return `inputs` with a tensor in place of each FrozenWeight to be read in fp32: its fp32 values if kept, otherwise its low values.
+    """Return `inputs` with tensors in place of FrozenWeight objects: the fp32 values if kept, or low values if the graph casts them up.
 
-    `frozen` are the positions of the frozen weights. With `compiled`, the other frozen weights become tensors, too.
+    `frozen` are the positions of the frozen weights. The other frozen weights stay objects; with `compiled` they become tensors, too.
     """
     given = list(inputs)
     for place in frozen:

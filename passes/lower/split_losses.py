@@ -106,7 +106,7 @@ def cross_entropy_of_low(
     """Return `cross_entropy(logits.float(), target, ...)` of bf16 or fp16 `logits`, with PyTorch's options. Large logits are read in parts.
 
     The parts need `logits` of shape (rows, classes) and `target` of shape (rows,). Other shapes, small logits and forward-mode AD are left
-    to PyTorch's function. `wide` is the fp32 copy of the logits if the graph makes this copy for other readers; the forward then reads it.
+    to PyTorch's function. `wide` is the fp32 copy of the logits that the graph makes for other readers, if any. The forward pass reads it.
     """
     parts = logits.numel() * 4 >= FROM_BYTES and target.dim() == 1 and logits.dim() == 2
     if not parts or in_forward_mode():
@@ -157,7 +157,7 @@ class _InParts(torch.autograd.Function):
 
 
 def _gradient(logits: Tensor, target: Tensor, given: Tensor, reduction: str, ignore_index: int, weight: Tensor) -> Tensor:
-    """Return the fp32 gradient of the logits in some rows, from `given`, the gradient of the loss.
+    """Return the fp32 gradient of `logits`, which are some rows of the logits of a loss. `given` is the gradient of the loss.
 
     `weight` is the number of targets that count for a mean, as the forward returned it. This is a separate function so that its
     intermediate tensors are freed before the next rows.

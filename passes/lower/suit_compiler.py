@@ -43,7 +43,7 @@ class SuitCompiler(Pass[Target, EditedGraph]):
         give_sources(edited.module.graph)
 
     def _keep_low(self, edited: EditedGraph) -> None:
-        """Let the graph return low-precision values in place of casts to fp32, which are then made outside of the graph.
+        """Let the graph return low-precision values instead of casting them to fp32. The casts are then made after the graph.
 
         Mark the casts to fp32 inside the graph, so that the compiler repeats them in the backward and does not save their results.
         """
@@ -62,10 +62,10 @@ def give_sources(graph: torch.fx.Graph) -> None:
 
 
 def return_low(graph: torch.fx.Graph) -> list[Widened]:
-    """Let the graph return low-precision values in place of their casts to fp32.
+    """Let the graph return low-precision values in place of their casts to fp32, which are then made after the graph.
 
-    A result stays fp32 if the graph writes to the memory of the cast or its operand, if it turns gradients on or off, or if another result
-    shares the memory. A cast after the graph would then give other values or gradients.
+    A cast stays in the graph if a later cast would give other values or gradients: if the graph writes to the memory of the cast or of its
+    operand, if the graph turns gradients on or off, or if another result of the graph shares the memory of the cast.
 
     Returns, for each low result: its position, its fp32 dtype, and the position of the input that scales its gradient (None if none does).
     """

@@ -141,7 +141,7 @@ def _closed(unit: Pattern, writes: Sequence[tuple[Node, int]], switches: Sequenc
 
 
 def _allowed(unit: Pattern, lists: OpLists) -> bool:
-    """True if the lists let the op of a pattern run in the low format, and no override names an op in it."""
+    """True if the lists let the fused op of a pattern run low, and no override of the user names an op that the pattern contains."""
     ops = {op_name(node.target) for node in (*unit.inside, unit.end)}
     return lists.kind(unit.op) not in (None, OpKind.DENY) and not ops & lists.asked
 
@@ -168,7 +168,7 @@ def _two(node: Any, op: str) -> tuple[Any, Any] | None:
 
 
 def _bare(node: Any, inside: set[Node]) -> Any:
-    """Return the value before any fp32-to-fp32 conversions that end at `node`. Add these to `inside`, the nodes to replace."""
+    """Go back from `node` over fp32-to-fp32 conversions, and return the value before them. Add them to `inside`, the nodes to replace."""
     while _op(node) in CONVERSIONS and _is_fp32(node) and _is_fp32(node.args[0]):
         inside.add(node)
         node = node.args[0]
@@ -317,7 +317,7 @@ def _largest(node: Any, dim: int) -> list[Node] | None:
 
 
 def _scaled(factors: list[Any], width: Any) -> tuple[Any, Any, Any] | None:
-    """Sort the factors of a norm, value · 1/√v · weight, into (value, v, weight of `width` elements or None); None for other factors."""
+    """Return (value, v, weight) if the factors form a norm, value · 1/√v · weight (`width` elements, or None); otherwise return None."""
     roots = [f[1] for f in factors if isinstance(f, tuple)]
     others = [f for f in factors if isinstance(f, Node)]
     if len(roots) != 1 or len(roots) + len(others) != len(factors):
@@ -404,7 +404,7 @@ def _is_row(node: Any, width: int) -> bool:
 
 
 def _as_wide(x: Any, end: Node) -> bool:
-    """True if `x`, the operand of a norm, is fp32, and its last dim is as large as that of the result `end`: no weight broadcasts x."""
+    """True if `x`, a norm's operand, is fp32, and its last dim is as large as the result's: a weight that broadcasts x would enlarge it."""
     return _is_fp32(x) and comparable(_width(x)) == comparable(_width(end))
 
 

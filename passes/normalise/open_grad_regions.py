@@ -84,7 +84,7 @@ def _open(module: torch.fx.GraphModule, node: torch.fx.Node) -> None:
 
 
 def _modules(node: torch.fx.Node, call: torch.fx.Node) -> dict[str, Any]:
-    """Return the modules around `node` when `call` runs its subgraph. The metadata of `node` names the modules of just one such call."""
+    """Return the modules around `node`, a node of the subgraph that `call` runs. Its own metadata fits just one call of the subgraph."""
     around, inner = call.meta.get("nn_module_stack") or {}, list((node.meta.get("nn_module_stack") or {}).items())
     outer = [module for _, module in inner[: len(around)]]
     if not around or [kind for _, kind in outer] != [kind for _, kind in around.values()]:
@@ -96,7 +96,7 @@ def _modules(node: torch.fx.Node, call: torch.fx.Node) -> dict[str, Any]:
 def _memory(pairs: list[tuple[Any, Any]]) -> dict[int, set[int]]:
     """Return {storage in a subgraph: storages in the outer graph}. `pairs` are (value in the subgraph, same value in the outer graph).
 
-    The dict makes a new id for a storage in no pair, because several calls of a subgraph have the same example values, but share no memory.
+    A storage in no pair gets a new id on lookup, because several calls of a subgraph have the same example values, but share no memory.
     """
     found: dict[int, set[int]] = defaultdict(lambda: {next(FRESH)})
     for inner, outer in pairs:

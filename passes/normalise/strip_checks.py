@@ -42,8 +42,7 @@ def strip_checks(module: torch.fx.GraphModule) -> None:
 def _mend_users(graph: torch.fx.Graph) -> None:
     """Record every reader of each node in `node.users`, because torch.export loses some readers.
 
-    If torch.export inlines a region with another grad mode, it leaves out of `users` those readers of the region's result that are
-    inside the region.
+    If torch.export inlines a region with another grad mode, `users` of the region's result lacks the readers inside the region.
     """
     for node in graph.nodes:
         for source in node.all_input_nodes:

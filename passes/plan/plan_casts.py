@@ -77,7 +77,7 @@ def _is_spread(problem: Problem, cast: Cast) -> bool:
 
 
 def _join_copies(problem: Problem, colours: dict[str, Colour], users: dict[tuple[str, str, int], list[str]]) -> None:
-    """Let fp32 ops that could promote a low-precision operand themselves read an fp32 copy of it, if other readers have such a copy.
+    """Let an fp32 op read the fp32 copy of a low-precision operand if other readers have one, even if the op could promote the operand.
 
     Autograd then casts the gradient of the operand only once. `users` maps (value, format, write version) of each copy to the names of its
     readers. The function adds these fp32 ops to `users`, in place.

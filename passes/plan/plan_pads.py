@@ -46,7 +46,7 @@ def gains_nothing(problem: Problem) -> bool:
 
 
 def plan_pads(problem: Problem, casts: Iterable[Cast], colours: Mapping[str, Colour]) -> PadPlan:
-    """Return the padding of one graph: empty if no option allows padding or no dim needs it, only reasons if padding does not pay.
+    """Return the padding of one graph: empty if no option allows it or no dim needs it. If padding does not pay, it has only reasons.
 
     `casts` are the planned casts, and `colours` the planned colours (low, high or plain) of the nodes.
     """
@@ -81,7 +81,7 @@ def plan_pads(problem: Problem, casts: Iterable[Cast], colours: Mapping[str, Col
 
 
 def _steep_norms(problem: Problem, colours: Mapping[str, Colour]) -> dict[str, str]:
-    """Return {name: reason} for low batch norms in training whose padding, with a variance of 0, would make a gradient penalty NaN."""
+    """Return {name: reason} for low batch norms in training that must not be padded: padding makes a gradient penalty NaN (variance 0)."""
     low, norms = problem.policy.low, ops_with(Trait.TAKES_BATCH_MEAN)
     learns = {n: each.kwargs.get("eps", 1e-5) for n, each in problem.calls.items() if each.op in norms and each.kwargs.get("training")}
     # terms of the second derivative grow up to eps ** -1.5 there
@@ -245,7 +245,7 @@ def _written_down(regions: Regions, wants: list[Want], chooser: _Chooser, versio
 
 
 def layouts(regions: Regions, versions: Mapping[tuple[str, str], int]) -> tuple[tuple[PaddedValue, ...], tuple[PadCopy, ...]]:
-    """Return the layout of every padded result, and every change of padding (pad, slice, other pad) between a result and its readers.
+    """Return two tuples: the layouts of padded results, and the changes of padding (pad, slice, other pad) between results and readers.
 
     `versions` is {(value, reader): write version}, see `_versions`. Readers of different versions get separate copies.
     """
@@ -271,7 +271,7 @@ def layouts(regions: Regions, versions: Mapping[tuple[str, str], int]) -> tuple[
 
 
 def _regions(regions: Regions, wants: list[Want], chooser: _Chooser, copies: tuple[PadCopy, ...]) -> tuple[PadRegion, ...]:
-    """Return one record for each padded axis. Then, for the dims in `wants` that stay unpadded, one record for each (size, reason)."""
+    """Return records that explain the padding: one for each padded axis, and one for each (size, reason) of unpadded dims in `wants`."""
     found = []
     reasons = tuple(f"{name}: {why}" for name, why in regions.reasons.items())
     by_axis = regions.dims_by_axis()

@@ -212,7 +212,7 @@ def _ends(problem: Problem, product: OpNode) -> tuple[str, bool]:
     """Return (name of an op such as `topk` that ranks the result of `product`, or ""; True if the result serves only as scores).
 
     The result serves as scores, such as logits, if all its readers are ranking ops, outputs, denied ops or softmaxes. In place of a reader
-    that is a view, its own readers are examined. So are the readers of other ops of kind CLEAR (harmless in any precision), if their other
+    that is a view, its own readers are examined. The same holds for other ops of kind CLEAR (harmless in any precision) if their other
     operands are weights. A softmax may have any readers.
     """
     graph, chooser, scores = problem.graph, "", True
@@ -238,10 +238,10 @@ def _ends(problem: Problem, product: OpNode) -> tuple[str, bool]:
 def copies_of(
     problem: Problem, plans: tuple[ProductPlan, ...], recipe: Recipe, largest: Mapping[str, float]
 ) -> tuple[QuantisedCopy, ...]:
-    """Return the fp8 copies that the GEMMs of `plans` read. All readers of a value in one format with the same scales share one copy.
+    """Return the fp8 copies that the GEMMs of `plans` read. Readers of one value share a copy if they need the same format and scales.
 
-    `largest` holds the largest magnitudes of values. A left operand in `largest` gets a constant scale if it has one scale for the whole
-    tensor and was not written yet. A weight has two copies if some products read it and others read its transpose.
+    `largest` holds the largest magnitudes of values. A left operand gets a constant scale if it is in `largest`, has one scale for the
+    whole tensor, and was not written yet. A weight has two copies if some products read it and others read its transpose.
     """
     found: dict[tuple[str, str, int, str, str, bool], list[Key]] = {}
     for plan in plans:

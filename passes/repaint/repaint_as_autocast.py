@@ -140,8 +140,7 @@ class Roundings:
         return sum(not each.scalar for each in node.operands) == 1 and not self._turns(node)
 
     def _turns(self, node: OpNode) -> bool:
-        """True if rounding an operand a little may change the result or a gradient a lot, as for `floor`, `topk`, or `relu` and `tanh` in
-        training."""
+        """True if a small rounding of an operand may change the result or a gradient a lot, as for `floor`, or for `relu` in training."""
         jumps = node.op in STEPS or (node.op in CONVERTS and node.dtype.startswith(("int", "uint", "bool")))
         places = any(reader.op == "getitem" and not reader.carries_fp32 for reader in self.graph.readers(node.name))
         return jumps or places or (node.op in SLOPES and node.name in self.trained)
@@ -175,7 +174,7 @@ class Roundings:
         """True if `node` passes the rounding error of `value` on, and the error does harm later.
 
         The error does harm if a later op magnifies it. It also does harm if the result of `node` may have an offset of unknown size
-        (`Held.EXACT`) and `value` has none, unless `node` is an average.
+        (`Held.EXACT`), but `value` has no such offset, and `node` is no average.
         """
         if rounds(node) or node.kind in (OpKind.DENY, None) or not node.carries_fp32 or node.op in WHOLE | NORMS:
             return False

@@ -118,8 +118,8 @@ def _keep_high(decisions: Decisions, node: OpNode, text: str, reason: Reason = R
 def _low_readers(problem: Problem, node: OpNode, drowns: Mapping[str, ValueRange] | None = None) -> Iterator[OpNode]:
     """Yield the ops that would read a low-precision copy of the value of `node` if they ran in the low format.
 
-    `drowns` maps ops to the ranges of their results. With it, an op that adds the value as a bias is left out if its result is so large
-    that rounding it loses the bias anyway.
+    `drowns` maps ops to the ranges of their results. With it, an op is left out if it adds the value as a bias, and if its result is so
+    large that a low format would lose the bias anyway.
     """
     for reader in problem.graph.readers(node.name):
         harmless = drowns is not None and bias_drowns(drowns.get(reader.name), problem.policy.low)
@@ -148,7 +148,7 @@ def _of_weight(problem: Problem, node: OpNode) -> str:
 
 
 def _too_large_weight(problem: Problem, node: OpNode) -> str:
-    """Return a sentence on how a weight misses the low format's range: too large, or all flushed to zero; "" if the weight fits."""
+    """Return a sentence if a weight is too large for the low format or, despite the name, flushed to zero by it. Return "" if it fits."""
     size, low, known = problem.magnitudes.get(_of_weight(problem, node), 0.0), problem.policy.low, _fit(problem, node)
     if known is Fit.TOO_LARGE:
         return f"{node.name} holds {size:.3g}, {low.name} ends at {low.max:g}"
@@ -165,8 +165,8 @@ def _fit(problem: Problem, weight: OpNode) -> Fit:
 def _at_pole(node: OpNode, found: Mapping[str, str]) -> Iterator[str]:
     """Yield the operands of `node` for which the op has a pole at zero, such as a divisor.
 
-    `1 / x` and `x / 2` look alike, because numbers are no operands of a node. A division with one operand counts as `1 / x` if it is in
-    `found`, the ops whose result the low format cannot hold.
+    A division with a Python number has one operand, so that `1 / x` and `x / 2` look alike. It counts as `1 / x` if it is in `found`, the
+    ops whose result the low format cannot hold.
     """
     if node.op in POLES:
         yield from (operand.value for operand in node.operands)
@@ -197,8 +197,8 @@ def _keep_exact(
 ) -> None:
     """Add the op `name` to `risks.makers` if the low format would flush numbers in its result that the op `pole` needs.
 
-    `pole` has a pole at zero, as a logarithm has. If the op passes small numbers on, its operands are examined in the same way, at most
-    `depth` ops back.
+    `pole` has a pole at zero, as a logarithm has. If the op `name` passes small numbers on, its operands are examined in the same way, at
+    most `depth` ops back.
     """
     node, text = problem.graph[name], _flushed(name, pole, values, low)
     if node.role != "op" or not text or name in risks.makers:
@@ -211,7 +211,7 @@ def _keep_exact(
 
 # -- cancellation -----------------------------------------------------------------------------
 def find_cancelling(problem: Problem, values: Mapping[str, ValueRange]) -> dict[str, str]:
-    """Return {op: evidence} for each sum or difference whose range in `values` is far below that of an operand, and for this operand."""
+    """Find sums and differences far smaller than an operand, according to `values`. Return {op: evidence} for them and these operands."""
     graph, found = problem.graph, dict[str, str]()
     for node in graph:
         result = values.get(node.name)

@@ -202,7 +202,7 @@ class _Sums:
             yield self.graph[operand.value], _Way((*way.passed, node.name), factor, tuple(added), scaled)
 
     def _is_updated(self, state: OpNode, before: str, way: _Way) -> bool:
-        """True if a loop body makes the new state `state` from the old state `before`, and adds to it or scales it on the path `way`."""
+        """True if a loop body makes the new state `state` from `before`, the old state, by adding to it or scaling it on the path `way`."""
         same = self.graph[before].precision_group == state.precision_group != ""
         return same and any(self.graph[each].op in SUMS | FACTORS for each in way.passed)
 

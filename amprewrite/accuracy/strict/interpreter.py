@@ -162,7 +162,7 @@ class Recording:
 
 
 class _Rounded(torch.autograd.Function):
-    """Returns `rounded` in the forward, in place of `value`. Backward rounds the gradient and calls `seen(rounded gradient, gradient)`."""
+    """Forward returns `rounded`, not `value`. Backward rounds the gradient, and calls `seen(rounded gradient, original gradient)`."""
 
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, rounded: torch.Tensor, fmt: Format, scale: float, seen: Callable[..., None]) -> torch.Tensor:
@@ -243,7 +243,7 @@ class StrictInterpreter(torch.fx.Interpreter):
         return result
 
     def _product(self, n: torch.fx.Node, planned: NodePlan, plan: ProductPlan) -> Any:
-        """Run a matrix product. Its GEMMs that `plan` chooses, in forward and backward, read fp8 copies. Record a row for each copy."""
+        """Run a matrix product. `plan` says which of its GEMMs (forward, backward) read fp8 copies. Record a row (errors) for each copy."""
         recipe, gemms = self.region.plan.quantised.recipe, tuple(gemm for gemm in GEMMS if plan.takes(gemm))
         read, bias, transposed = operands(n) or (), bias_of(n), transposes(n)
         values = [self._operand(planned, node) for node in read]
@@ -273,7 +273,7 @@ class StrictInterpreter(torch.fx.Interpreter):
         return planned.colour is Colour.LOW and planned.name not in self.recording.kept
 
     def _read(self, reader: NodePlan, value: str) -> str:
-        """Return the name of the row for the operand `value` of `reader`: "value -> bf16" if it reads a cast copy, otherwise "value"."""
+        """Return the name of the row that `reader` reads for its operand `value`: "value -> bf16" for a cast copy, otherwise "value"."""
         cast = self.casts.get((value, reader.name))
         return f"{self.path}{value}" + (f" -> {cast.to}" if cast else "")
 
@@ -347,8 +347,8 @@ class StrictInterpreter(torch.fx.Interpreter):
     def _round(self, planned: NodePlan, value: Any, first: tuple[Any, ...]) -> Any:
         """Round an fp32 result to the low format and return it. Return any other value unchanged.
 
-        If the op wrote its first operand (in `first`) in place and returns it, this tensor is rounded in place. If rounding changes no
-        element, the same tensor is returned, so that a view stays a view.
+        `first` holds the first operand of the op. If `value` is this operand, because the op works in place, round it in place. If rounding
+        changes no element, return the same tensor, so that a view stays a view.
         """
         if not is_fp32(value):
             return value

@@ -193,7 +193,7 @@ class StrictRun:
         return StrictInterpreter(region, recording).run(*inputs)
 
     def _run(self) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
-        """Run `self.model` on copies of the inputs. Return its floating outputs, and with `backward` the gradients of its parameters.
+        """Run `self.model` on copies of the inputs. Return (floating outputs, {parameter name: gradient}; {} if `self.backward` is False).
 
         Buffers, random state and `.grad` do not change.
         """

@@ -137,7 +137,7 @@ def _gains(device: str) -> Iterator[Gain]:
 
 
 def _seconds_of_product(device: str, row: Format) -> float:
-    """Return the seconds that a square matrix product takes in a format: the best of several runs."""
+    """Return the seconds that a square matrix product takes in the format `row`: the shortest of several runs."""
     side = _SIDE[torch.device(device).type]
     x = torch.randn(side, side, device=device).to(row.dtype)
     return min(Timer("x @ x", globals={"x": x}, num_threads=torch.get_num_threads()).blocked_autorange(min_run_time=0.02).times)

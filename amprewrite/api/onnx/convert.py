@@ -216,8 +216,8 @@ def _target(out: Any) -> Path | None:
 def _onnx_names(overrides: Mapping[str, str]) -> dict[str, str]:
     """Return the overrides with each ONNX op name replaced by all names that its nodes may have in our op table.
 
-    For example, "Pow" stands for "pow", "sqrt" and others, because a Pow node may be a square root. If "Pow" and "Sqrt" both have an entry,
-    the entry that stands for fewer names counts for "sqrt": here "Sqrt".
+    For example, "Pow" stands for "pow", "sqrt" and others, because a Pow node may be a square root. If "Pow" and "Sqrt" are both given,
+    "sqrt" gets the format of "Sqrt", which stands for fewer names.
     """
     if not isinstance(overrides, Mapping):
         raise PolicyError(f"overrides= takes a dict such as {{'Softmax': 'deny'}}, not {type(overrides).__name__}")

@@ -50,11 +50,11 @@ def exported(
     amp: Any, args: tuple[Any, ...] | None, kwargs: Mapping[str, Any] | None, opset: int | None, dynamic_shapes: Any,
     products: Any, calibrated: bool,
 ) -> tuple[ir.Model, Feed, Policy, tuple[str, ...]]:
-    """Return the exported fp32 model, the example inputs by name, the policy for the file, and notes.
+    """Return (exported fp32 model, {input name: example input}, policy for the file, notes for the user).
 
-    `products` replaces the option of the model if it is not None. `calibrated` is True if the caller gave samples, which fp8 products need
-    for their scales. Raises PolicyError for invalid arguments, CaptureError if torch.onnx.export fails or its file does not compute the
-    same as the model.
+    If `products` is not None, it replaces the option given to `rewrite`. `calibrated` is True if the caller gave samples, which fp8
+    products need for their scales. Raises PolicyError for invalid arguments, CaptureError if torch.onnx.export fails or its file does not
+    compute the same as the model.
     """
     if not isinstance(amp, RewrittenBase):
         raise PolicyError(f"export_onnx takes a model from amprewrite.rewrite, not {type(amp).__name__}")

@@ -83,8 +83,8 @@ class Rejected(EmitError):
 class OnnxReport:
     """The results of the checks of a rewritten ONNX model, its errors and its size.
 
-    Errors are over all outputs together. They may be large if a mask blocks all positions of a row of attention, whose result then has no
-    meaning: fp32 gives the positions equal attention weights. fp16 does not, since the mask's values are clamped to its range.
+    Errors are over all outputs together. They may be large without harm if a mask blocks all positions of a row of attention: the result of
+    such a row has no meaning. fp32 gives its positions equal weights; fp16 does not, since the mask's values are clamped to fp16's range.
     """
 
     strict_error: float | None = None
@@ -482,7 +482,7 @@ def decide_region(
 
 
 def losses(reading: OnnxReading, region: RegionPlan) -> tuple[Loss, ...]:
-    """Return the errors of constants that the low format would damage. `Loss.kept`: whether an op that reads the constant stays fp32."""
+    """Return the error of each constant that the low format would damage, as a `Loss`. `Loss.kept`: whether a reader of it stays fp32."""
     colours, found = {node.name: node.colour for node in region.nodes}, dict[str, Loss]()
     for read in reading.constants:
         kept = colours[read.follows] is Colour.HIGH

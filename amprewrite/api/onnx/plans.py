@@ -49,9 +49,9 @@ def given_region(plan: ModelPlan, problem: Problem) -> RegionPlan:
 
 
 def carry_over(plan: ModelPlan, reading: OnnxReading, only_chosen: bool) -> str:
-    """Give ops in an ONNX graph the colours (low, or high: fp32) of the same ops in a PyTorch plan. Return a note on their number.
+    """Give each op of an ONNX graph the colour (low, or high: fp32) of the same op in a PyTorch plan. Return a note on the number of ops.
 
-    With `only_chosen`, give a colour only to ops for which the user gave a node override.
+    If `only_chosen` is True, give a colour only to ops for which the user gave a node override.
     """
     planned: dict[tuple[str, str], list[NodePlan]] = {}
     for node in plan.nodes:
@@ -83,9 +83,9 @@ def carry_over(plan: ModelPlan, reading: OnnxReading, only_chosen: bool) -> str:
 def keep_out(ops: frozenset[str], reading: OnnxReading) -> list[str]:
     """Keep in fp32 the ops that may be in code where the model disables torch.autocast. Return a list with a note on their number, or [].
 
-    `ops` has the ATen names of the ops that the model runs, or may run, in such code; if it is empty, nothing is done. A file does not show
-    whether an op ran under disabled autocast, enabled autocast or torch.no_grad. So every op under any of them is kept in fp32, except an
-    op on the allowlist (such as a matmul) whose name is not in `ops`. Ops whose format is fixed already do not change.
+    `ops` has the ATen names of the ops that the model runs, or may run, in such code; if it is empty, nothing is done. A file shows that an
+    op ran under a context manager, but not which: disabled autocast, enabled autocast or torch.no_grad. So every such op is kept in fp32,
+    except an op on the allowlist (such as a matmul) whose name is not in `ops`. Ops whose format is fixed already do not change.
     """
     kept = 0
     for name, node in reading.nodes.items() if ops else ():

@@ -160,9 +160,9 @@ class EditedGraph:
         return {node: name for name, node in self.nodes.items()}
 
     def make_own(self) -> Callable[[torch.fx.Node], torch.fx.Node]:
-        """Make sure that passes may edit `module` in place: copy it unless `own` is True. Return a function from each old node to its copy.
+        """Make sure that passes may edit `module` in place: copy it, unless `own` says that no other code reads it.
 
-        If nothing was copied, this function returns the node itself.
+        Return a function that takes a node and returns its copy, or the node itself if nothing was copied.
         """
         if self.own:
             return lambda node: node

@@ -128,7 +128,7 @@ def storages(value: Any) -> set[int]:
 
 
 def memory_of(node: torch.fx.Node) -> set[int]:
-    """Return the ids of the storages that hold the result of `node` in eager PyTorch: `node.meta[MEMORY]` if set, otherwise capture's."""
+    """Return the ids of the storages of the eager result of `node`: from `node.meta[MEMORY]` if set, otherwise from its example value."""
     known: set[int] | None = node.meta.get(MEMORY)
     return storages(example_value(node)) if known is None else known
 
@@ -177,7 +177,7 @@ def named_sizes(tensor: torch.Tensor) -> tuple[int | str, ...]:
 
 
 def sized(node: torch.fx.Node) -> Any:
-    """Return the example value of `node`, with the int at capture for each symbolic size. Ops on this value run ten times as fast."""
+    """Return the example value of `node`, with each symbolic size replaced by its int at capture. Ops on it run ten times as fast."""
     value = example_value(node)
     return tree_map(_sized, value) if isinstance(value, tuple | list) else _sized(value)
 
@@ -428,8 +428,8 @@ PULL_BACK = torch._functorch.eager_transforms._autograd_grad
 def takes_gradients(graph: torch.fx.Graph) -> bool:
     """True if `graph` takes gradients: it calls torch.autograd, or a pullback (the function that torch.func.vjp returns).
 
-    Also true if a pullback that is called after the graph may differentiate the graph's results. A pullback inside a torch.func transform
-    counts only if it reads values from outside of the transform.
+    Also true if the graph returns a value from inside a transform such as vjp: a pullback that is called later may then differentiate it.
+    A pullback inside a torch.func transform counts only if it reads values from outside of the transform.
     """
     if any(node.target in (torch.autograd.grad, torch.autograd.backward, "backward") for node in graph.nodes):
         return True
@@ -571,7 +571,7 @@ Openings = Mapping[torch.fx.Node, tuple[torch.fx.Node, ...]]
 def outside(openings: Openings, value: torch.fx.Node, user: torch.fx.Node) -> torch.fx.Node:
     """Return the node before which to insert a copy of `value` for `user`, so that the copy enters no torch.func transform.
 
-    If transforms contain `user` but not `value`, it is the op that opens the outermost of these transforms; otherwise `user` itself.
+    If transforms contain `user` but not `value`, return the op that opens the outermost of these transforms. Otherwise return `user`.
     """
     around = openings.get(value, ())
     return next((opening for opening in openings.get(user, ()) if opening not in around), user)

@@ -33,10 +33,7 @@ GROWTH = 20
 
 # -- validity --------------------------------------------------------------------------
 def invalid(model: onnx.ModelProto | Path | str, full: bool = True) -> str:
-    """Return the error of onnx.checker on a model; "" if it passes. `full` includes shape inference.
-
-    Give a model above 2 GB, protobuf's limit, by its path.
-    """
+    """Return the error of onnx.checker on a model; "" if it passes. `full` adds shape inference. Pass a model above 2 GB by its path."""
     try:
         onnx.checker.check_model(str(model) if isinstance(model, Path) else model, full_check=full)
     except Exception as error:  # the checker, protobuf and shape inference raise errors of different classes

@@ -118,7 +118,7 @@ NEWEST = 24
 def op_of(node: ir.Node) -> str:
     """Return amprewrite's name of an op, such as "matmul" for MatMul.
 
-    An op without such a name gives its op type, or `domain::type` if it is not of onnx's own domain.
+    For an op without such a name, return its op type, or `domain::type` if it is not of onnx's own domain.
     """
     if node.domain == DOMAIN and node.op_type in CONTRIB:
         return CONTRIB[node.op_type].name
@@ -224,14 +224,14 @@ class Signature:
         return any(name == variable and _TYPE_STRINGS[fmt.name] in types for name, types in self.takes)
 
     def follows(self, op_type: str, index: int, group: str, fmt: Format) -> bool:
-        """True if operand `index` of an op has the type `fmt` once the type variable `group` (such as "T") of the op stands for `fmt`.
+        """True if operand `index` of an op gets the type `fmt` when the type variable `group` of the op, such as "T", is set to `fmt`.
 
         This holds if the operand's type is `group`. In an op of SIDE_FOLLOWS, such as Pow, it holds for every operand that allows `fmt`.
         """
         return self._goes_along(self.input(index), op_type, group, fmt)
 
     def result_follows(self, op_type: str, index: int, group: str, fmt: Format) -> bool:
-        """Same as `follows` for a result: True if result `index` has the type `fmt` once the type variable `group` stands for `fmt`."""
+        """Same as `follows` for a result: True if result `index` gets the type `fmt` when the type variable `group` is set to `fmt`."""
         return self._goes_along(self.output(index), op_type, group, fmt)
 
     def _goes_along(self, own: str, op_type: str, group: str, fmt: Format) -> bool:
@@ -338,10 +338,7 @@ def opset_taking(op_type: str, opset: int, fmt: Format) -> int:
 
 
 def changed_ops(model: ir.Model, opset: int, in_bodies: bool = False) -> list[str]:
-    """Return the op types in a model that, by their schemas, may compute something else at the opset `opset`.
-
-    With `in_bodies`, only ops in subgraphs count.
-    """
+    """Return the op types in a model (with `in_bodies`, in its subgraphs) that, by schema, may compute something else at `opset`."""
     own = model.opset_imports.get("", 1)
     graphs = [graph for graph in model.graphs() if not (in_bodies and graph is model.graph)]
     used = sorted({node.op_type for graph in graphs for node in graph if node.domain in ("", "ai.onnx")})
@@ -352,7 +349,7 @@ def changed_ops(model: ir.Model, opset: int, in_bodies: bool = False) -> list[st
 def means_the_same(op_type: str, opset: int, raised: int) -> bool:
     """True if the schemas show that an op computes the same at the opsets `opset` and `raised`.
 
-    In between it may gain types, optional operands and attributes with neutral defaults, and lose the attributes for broadcasting.
+    Between them it may gain types, optional operands, and attributes with neutral defaults. It may lose the attributes for broadcasting.
     """
     try:
         old, new = (onnx.defs.get_schema(op_type, version, "") for version in (opset, raised))
@@ -428,10 +425,10 @@ HOLLOW = 1024
 
 
 def infer_types(model: ir.Model) -> list[str]:
-    """Infer missing types and shapes of the top graph, and mark them as inferred. Returns [], or a list with a note if that fails.
+    """Infer missing types and shapes of the top graph, and mark them as inferred. Return [note] if onnx's inference fails, otherwise [].
 
-    onnx's inference stops at ops that it does not know. For later values, schemas derive the type of a result from operands or the reverse.
-    `read/reader.py` infers the types in subgraphs.
+    onnx's inference stops at ops that it does not know. After such an op, schemas give types: of results from operands, and of operands
+    from results. `read/reader.py` infers the types in subgraphs.
     """
     nodes = [node for node in model.graph if node.op_type not in FLOW]
     if all(value.type is not None for node in nodes for value in node.outputs if value.name):

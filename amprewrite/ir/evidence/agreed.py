@@ -68,7 +68,7 @@ class Agreed:
         return {name: self.places[place][match] for name, place, match in self._known(ops)}
 
     def whys_of(self, ops: Iterable[ColouredOp]) -> dict[str, str]:
-        """Return {name: reason of the agreed colour} for `ops` (see `of`). It is the reason in the graph that decided the colour."""
+        """Return {name: reason of the agreed colour} for `ops` (see `of`). The reason comes from the graph that decided the colour."""
         return {name: self.whys[place][match] for name, place, match in self._known(ops)}
 
     def _known(self, ops: Iterable[ColouredOp]) -> Iterator[tuple[str, Place, Call]]:
@@ -110,7 +110,7 @@ class Agreed:
     def contradicts(self, plan: Iterable[NodePlan]) -> bool:
         """True if an op of a planned graph has a colour that differs from the agreed colour.
 
-        Ops whose reason is in FREE are ignored, because their colours may differ between graphs. For example, they hold a subgraph.
+        Ops whose reason is in FREE, such as ops that hold a subgraph, are ignored: their colours may differ between graphs.
         """
         plan = tuple(plan)
         agreed = self.of(plan)

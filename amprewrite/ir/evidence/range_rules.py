@@ -75,10 +75,10 @@ def means_mask(constant: float) -> bool:
 
 
 def bound_fits(bound: float, lower: bool, low: Format) -> bool:
-    """True if a bound, such as an argument of clamp, may be clamped to the range of `low` without a change of the result.
+    """True if clamping a bound, such as an argument of clamp, to the range of `low` does not change the result of the op in `low`.
 
-    A lower bound (`lower` is True) may be clamped unless it is above the range. A lower bound below the range, such as -1e9, changes no low
-    value, and neither does -max in its place. The reverse holds for an upper bound.
+    For a lower bound (`lower` is True) this holds unless the bound is above the range: -1e9, for example, may become -max, because no low
+    value is below either. For an upper bound this holds unless the bound is below the range.
     """
     return bound <= low.max if lower else bound >= -low.max
 
@@ -140,11 +140,11 @@ def handed_on(read: Read[Any], side: int, low: Format) -> frozenset[int] | None:
 
 
 def _bounded(read: Read[Any], side: int, low: Format) -> frozenset[int] | None:
-    """Apply the rules of `handed_on` to an op that bounds its result, such as clamp. Its operand is far beyond the range on `side` of zero.
+    """Return the result of `handed_on` for an op that bounds its result, such as clamp. Its operand is far beyond the range on `side`.
 
-    Return the empty set if a bound on `side` is near zero (at most low.max / SHRINKS): the result is then this bound, whether the operand
-    is clamped or not. Return {side} if no bound holds the operand back: all bounds on `side` are beyond the range, or there are none.
-    Return None in other cases. For example, `side` is BELOW, and an upper bound of -5e4 makes all results -5e4 or less.
+    If a bound on `side` is near zero (at most low.max / SHRINKS), the set is empty: the result is this bound, whether the operand is
+    clamped or not. If all bounds on `side` are beyond the range, or there are none, the set is {side}. In other cases, and if an opposite
+    bound is far from zero on `side`, return None. For example, `side` is BELOW, and an upper bound of -5e4 makes all results -5e4 or less.
     """
     stops, others = (read.lower, read.upper) if side == BELOW else (read.upper, read.lower)
     near = low.max / SHRINKS
@@ -155,11 +155,11 @@ def _bounded(read: Read[Any], side: int, low: Format) -> frozenset[int] | None:
 
 
 def _scored(read: Read[Any], side: int, low: Format) -> frozenset[int] | None:
-    """Apply the rules of `handed_on` to an op that computes attention scores: a sum, a product or a division.
+    """Return the result of `handed_on` for an op that computes attention scores: a sum, a product or a division.
 
-    A sum keeps the operand's side of zero. Subtracting the operand or a negative factor changes the side. If a factor is a tensor, its sign
-    is unknown, and the result may be on both sides. Return None if the result may no longer block a position in a softmax: the op adds a
-    large number of the opposite sign, divides by the operand, or multiplies it by less than 1 / SHRINKS.
+    A sum keeps the operand's side of zero. If the operand is subtracted, or a factor is negative, the side changes. If a factor is a
+    tensor, its sign is unknown, so both sides are returned. The result is None if the scores may no longer block a position in a softmax.
+    This is so if the op adds a large number of the opposite sign, divides by the operand, or multiplies it by less than 1 / SHRINKS.
     """
     if read.op in ADDS_UP:
         side = -side if read.op == "sub" and read.place else side
@@ -178,9 +178,8 @@ def only_blocks(
 ) -> bool:
     """True if `node`, which holds numbers far beyond the range on `sides` of zero, may be clamped to the range of `low`.
 
-    This is the case if all ops downstream use these numbers as masks do: only to block positions in a softmax. `reads` returns the
-    `Read`s of a value, one for each op that reads it. `known` is a cache of the (value, side) pairs for which the answer is True. The call
-    adds to it.
+    This is the case if all ops downstream use these numbers as masks do: only to block positions in a softmax. `reads` returns the `Read`s
+    of a value, one for each op that reads it. `known` caches the (value, side) pairs for which the answer is True; the call adds pairs.
     """
     waiting = [(node, side) for side in sides]
     seen = set(waiting)
@@ -203,9 +202,9 @@ def near_the_end(largest: float, low: Format) -> bool:
 
 
 def added_values(graph: OpGraph) -> dict[str, bool]:
-    """Return the values that ops of `graph` add or subtract, as {name: True if all sums with this value lead only to softmaxes}.
+    """Return {name of a value that ops of `graph` add or subtract: True if all these sums lead only to softmaxes}.
 
-    For example, a bias that is only added to attention scores gets True. A view counts as the value that it views.
+    For example, a bias that is only added to attention scores gets True. A sum with a view of a value counts as a sum with the value.
     """
     scores: set[str] = set()
     for node in reversed(list(graph)):  # visit the readers of a value before the op that makes it, so that one pass suffices

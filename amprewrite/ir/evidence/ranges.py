@@ -92,9 +92,9 @@ class ValueRange:
 
     @classmethod
     def limits(cls, tensor: torch.Tensor, smallest: bool) -> ValueRange:
-        """Return a range of one fp32 tensor that is cheaper than `of`: it has no histogram, and no counts of zeros, NaNs and infinities.
+        """Return a range of one fp32 tensor at less cost than `of`: without a histogram, and without counts of zeros, NaNs and infinities.
 
-        The range has `least`, `greatest` and, if the argument `smallest` is True, `smallest`. In these, NaNs and infinities count as 0.
+        It has `least` and `greatest`, and also `smallest` if the argument `smallest` is True. For these, NaNs and infinities count as 0.
         """
         values = tensor.detach()
         if not values.numel():
@@ -153,13 +153,13 @@ class ValueRange:
 
 
 def _beyond(exponents: list[tuple[int, int]], count: int, limit: int) -> float:
-    """Return P(exponent >= limit) for `count` elements. `exponents` has sorted pairs (exponent, number of elements with this exponent).
+    """Estimate the probability that an exponent is at least `limit`, from a histogram of `count` elements.
 
-    The result is the share of elements at or above `limit`. If this is 0, a tail is fitted. Above a high threshold the tail is assumed to
-    decay by a constant factor q per octave, a geometric law (Hill, "A simple general approach to inference about the tail of a
-    distribution", Annals of Statistics 3, 1975: above a threshold log|x| is exponential). q is estimated with the Beta prior FALLS_OFF,
-    which matters only for small samples. The result is the largest estimate over all thresholds with at most sqrt(count) values above them.
-    It is rather too high for tails that decay faster than a power law, such as the tail of a normal distribution.
+    `exponents` has sorted pairs (exponent, number of elements with this exponent). If elements reach `limit`, return their share. Otherwise
+    fit a tail. Above a high threshold, the tail is assumed to decay by a constant factor q per octave, because log|x| is exponential there
+    (Hill, "A simple general approach to inference about the tail of a distribution", Annals of Statistics 3, 1975). q is estimated with the
+    Beta prior FALLS_OFF, which matters only for small samples. The result is the largest estimate over all thresholds with at most
+    sqrt(count) values above them. It is rather too high for tails that decay faster than a power law, such as a normal distribution's.
     """
     seen = sum(n for e, n in exponents if e >= limit)
     if seen or not count:

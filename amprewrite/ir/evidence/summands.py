@@ -56,7 +56,7 @@ def summands(
     """Return {name of a summand: its factor} for a call of `op` with the arguments `given`; {} if the call is not known to be linear.
 
     `factor(argument, use)` returns the factor by which an argument scales a summand: the argument itself for the use "", its reciprocal for
-    "divided by", one minus the argument for "rest". It returns None if the argument is data, so neither a number nor a step size.
+    "divided by", one minus the argument for "rest". It returns None if the argument is data: neither a number nor a step size.
     `name(argument)` returns the name of a tensor; "" for other arguments. `scale` multiplies the second summand, as `alpha` of `add` does.
     """
     first, second, third = (*given[:3], None, None, None)[:3]

@@ -17,12 +17,12 @@ KINDS = ("pad", "slice", "re-pad", "weight", "weight copy")
 
 
 def extents(factors: Factors) -> tuple[int, int]:
-    """Return (size without padding, size with padding) of the dim with the axes `factors`: (300, 312) for ((3, 3), (100, 104))."""
+    """Return (size without padding, size with padding) of a dim: (300, 312) if the axes that it consists of are ((3, 3), (100, 104))."""
     return math.prod(n for n, _ in factors), math.prod(m for _, m in factors)
 
 
 def physical(shape: tuple[Any, ...], layout: Layout) -> tuple[Any, ...]:
-    """Return the padded shape of a tensor whose shape without padding is `shape`. `layout` has the sizes of its padded dims."""
+    """Return the padded shape of a tensor. `shape` is its shape without padding, and `layout` gives the sizes of the padded dims."""
     sizes = list(shape)
     for dim, factors in layout:
         sizes[dim] = extents(factors)[1]
@@ -135,7 +135,7 @@ class PadPlan:
         return bool(self.values or self.copies)
 
     def lines(self) -> list[str]:
-        """Return one line for each result that an op returns padded, and one for each pad or slice of a value between ops."""
+        """Return one line for each result that an op returns padded, and one for each pad, slice or padded parameter."""
         return [f"result {each.value}: {_shown(each.layout)}" for each in self.values] + [
             f"{each.kind} {each.value}: {_shown(each.layout) or _shown(each.have, back=True)}{' with new zeros' * each.refresh} for "
             f"{', '.join(each.users)}"
@@ -143,7 +143,7 @@ class PadPlan:
         ]
 
     def about(self, name: str) -> list[str]:
-        """Return sentences about the padding of the result and the operands of the node `name`; [] if there is none."""
+        """Return sentences on the padding of the result and operands of the node `name`, and on its unpadded dims; [] if there are none."""
         lines = [
             f"  its result is padded: {_shown(padded.layout)}" for padded in self.values if padded.value.split(" ")[0].split("#")[0] == name
         ]

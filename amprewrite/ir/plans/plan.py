@@ -171,7 +171,7 @@ class RegionPlan:
     """Products that read fp8 copies of their operands. It is not written to JSON if there are none."""
 
     def edited(self, *what: Edit) -> dict[str, Edit]:
-        """Return {name of an op: kind of its edit} for edits that are on and of one of the kinds `what`, such as `Edit.WIDE_PRODUCT`."""
+        """Return {name of an op: kind of its edit}. `what` selects kinds, such as `Edit.WIDE_PRODUCT`; edits that are off are left out."""
         return {edit.node: edit.what for edit in self.edits if edit.on and edit.what in what}
 
     def flat(self, name: str) -> tuple[RegionPlan, ...]:
@@ -396,7 +396,7 @@ class ModelPlan:
     def diff(self, other: ModelPlan) -> str:
         """Return the differences of `other` from this plan as text, one a line; "" if there are none.
 
-        Casts and pads are not compared if a plan lists no casts, as after `edit`. Raises PlanError if `other` is no plan.
+        Casts and pads are not compared if one of the plans lists no casts, as after `edit`. Raises PlanError if `other` is no plan.
         """
         if not isinstance(other, ModelPlan):
             raise PlanError(f"diff() takes a plan, not one {type(other).__name__}")

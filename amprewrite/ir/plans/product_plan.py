@@ -161,7 +161,7 @@ class QuantisedProducts:
         return replace(self, products=products, copies=())
 
     def without(self, nodes: Set[str]) -> Self:
-        """Return a copy without the products called `nodes`. An fp8 copy that another product reads is kept, with its constant scale."""
+        """Return a copy without the products called `nodes`, and without the fp8 copies that only these products read."""
         products = tuple(each for each in self.products if each.node not in nodes)
         readers = {each: tuple(r for r in each.readers if r.rpartition(".")[0] not in nodes) for each in self.copies}
         copies = tuple(replace(each, readers=left) for each, left in readers.items() if left)

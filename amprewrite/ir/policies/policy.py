@@ -156,9 +156,9 @@ EXAMPLE = "{'preset': 'fp8-safe', 'module:head': 'bf16', 'node:linear_3.grad_wei
 class ProductRule:
     """One entry of `products=`: a pattern that selects GEMMs, and whether they run in fp8 or in the low format.
 
-    A rule for fp8 overrules two checks: that fp8 saves time, and that the product returns no logits and no scores that choose something,
-    such as an expert. The rule has no effect on products that stay fp32, on sizes that fp8 kernels do not take, and on GEMMs that the
-    preset's recipe never runs in fp8.
+    For GEMMs that a rule sends to fp8, three checks are skipped: whether the device has fp8 units, whether fp8 saves time, and whether the
+    results are logits or choose something, such as an expert. A rule for fp8 has no effect on products that stay fp32, on sizes that fp8
+    kernels do not take, and on GEMMs that the preset's recipe never runs in fp8.
     """
 
     key: str
@@ -209,10 +209,10 @@ class ProductPolicy:
 
 
 def parse_products(products: Any, fused: bool = False, low: Format = BASE) -> ProductPolicy | None:
-    """Parse the option `products=`: the name of a preset, or a mapping of rules whose key "preset" names the preset ("fp8" by default).
+    """Return the parsed option `products=`: None, the name of a preset, or a mapping of rules. If it is None, no product runs in fp8.
 
-    The value of a rule is "fp8" or the name of `low`, the format of all other products. `fused` is True if a compiler runs the graphs and
-    fuses casts to fp8. Returns None if `products` is None: then no product runs in fp8. Raises PolicyError for anything else.
+    The key "preset" of the mapping names the preset ("fp8" by default). The value of a rule is "fp8" or the name of `low`, the format of
+    all other products. `fused` is True if a compiler runs the graphs and fuses casts to fp8. Raises PolicyError if `products` is invalid.
     """
     if products is None or isinstance(products, ProductPolicy):
         return products

@@ -56,7 +56,7 @@ class PadCost:
         return self.device.type != "cpu" and self.low.name in self.device.low_formats
 
     def pad(self, numel: int) -> float:
-        """Return the seconds to pad an activation of `numel` elements: two launches, a read and a write. The backward, a view, is free."""
+        """Return the seconds that a pad of an activation of `numel` elements takes. Its backward takes no time, because it is a view."""
         return 2 * self.device.launch + 2 * numel * self.itemsize / self.device.bandwidth
 
     def weight(self, numel: int) -> float:
@@ -70,7 +70,7 @@ class PadCost:
         return self.device.launch + 8 * numel / self.device.bandwidth
 
     def slice(self, numel: int) -> float:
-        """Return the seconds to slice a padded value to `numel` elements, with a dense copy, and in training to pad the gradient."""
+        """Return the seconds to slice a padded value to `numel` elements and make it dense; in training, also to pad the gradient."""
         seconds = self.device.launch + 2 * numel * self.itemsize / self.device.bandwidth
         return seconds + (self.pad(numel) if self.training else 0)
 

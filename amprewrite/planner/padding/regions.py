@@ -57,7 +57,7 @@ class Want:
 
 @dataclass
 class Regions:
-    """The calls of ops in one graph, and the padding chosen for them. A value is named "node", or "node#1" if it is result 1 of several."""
+    """The calls of ops in one graph, and the padding chosen for them. A value is named "node", or "node#1" if it is item 1 of a tuple."""
 
     calls: dict[str, Call]
     """The calls of the graph by name, in graph order. Planned casts to the low format are calls as well."""
@@ -158,9 +158,10 @@ class Regions:
         return axis
 
     def variable(self, call: str, slot: Slot, dim: int, axis: int) -> Variable | None:
-        """Return the variable of the minimum cut that says if a dim is padded along `axis`; None if it must not or need not be padded.
+        """Return the variable of the minimum cut that says if a dim is padded along `axis`; None if the dim must not or need not be padded.
 
-        `call`, `slot` (an operand's name or a result's index) and `dim` select the dim. `axis` is one of the axes of which it consists.
+        The dim is `dim` of an operand (`slot`: its name) or of a result (`slot`: its index) of the op `call`. `axis` is an axis of this
+        dim.
         """
         if (call, slot, dim) not in self.group.parent or self.axes.find(axis) not in self.extent:
             return None
@@ -229,9 +230,9 @@ class Regions:
     def _choose(self, want: Want, leaves: Sequence[int], units: dict[int, int]) -> None:
         """Choose which axes to pad in a dim that a view merged from the axes `leaves`. Write the choice to `want.leaves` and `units`.
 
-        `units` holds the multiple to which each axis is padded so far. If this already makes the whole dim a multiple of `want.unit`,
-        nothing is added. Otherwise one axis gets a new or a larger multiple: preferably an axis that may change its extent (not in
-        `fixed`), then an axis that is padded already, then the axis that grows least.
+        `units` maps each padded axis to the multiple to which its size is rounded up. If this already makes the size of the whole dim a
+        multiple of `want.unit`, nothing is added. Otherwise one axis gets a new or a larger multiple. Three criteria choose the axis, in
+        this order: no rule fixes its extent (`fixed`); it is padded already; it grows least.
         """
         grown = {leaf: -(-self.size_of(leaf) // units.get(leaf, 1)) * units.get(leaf, 1) for leaf in leaves}
         counted = set(self.axes.leaves([axis for axes in self.fixed.values() for axis in axes]))
@@ -253,7 +254,7 @@ class Regions:
         want.leaves = tuple(leaf for leaf in marked if units[leaf] > 1)
 
     def size_of(self, axis: int) -> int:
-        """Return the extent without padding of an axis whose size is a number."""
+        """Return the size of `axis` without padding, for an axis whose size is a number, not a symbol."""
         size = self.axes.size(axis)
         assert isinstance(size, int)
         return size
@@ -315,10 +316,11 @@ class Regions:
         return bool(needs) and all(variable in self.padded for variable in needs)
 
     def _edges(self) -> dict[tuple[int, str, int], tuple[Variable | None, list[tuple[str, Variable | None]]]]:
-        """Return {(dim, value, axis): (variable of the maker, [(reader, its variable)])} for each axis that a matrix product wants padded.
+        """Return the choices of the cut for each value and each axis that a matrix product wants padded.
 
-        A variable is the cut's yes-or-no choice whether to pad an op in this dim along this axis. The maker is the op that makes the value.
-        A variable is None if its op must not be padded there. For a reader in `barriers` it is None too: the value arrives without padding.
+        The result is {(dim, value, axis): (variable of the op that makes the value, [(reader of the value, its variable)])}. A variable is
+        a yes-or-no choice: whether to pad the op in this dim along this axis. It is None if the op must not be padded there. It is also
+        None for a reader in `barriers`, which gets the value without padding.
         """
         found: dict[tuple[int, str, int], tuple[Variable | None, list[tuple[str, Variable | None]]]] = {}
         readers: dict[str, list[str]] = defaultdict(list)
@@ -340,9 +342,9 @@ class Regions:
         return found
 
     def _behind_barriers(self) -> list[tuple[str, Variable]]:
-        """For each pair (value, reader) in `barriers`, return (value, `Variable`) for each dim in which the reader may be padded.
+        """Return (value, `Variable`) for each dim in which a reader listed in `barriers` may be padded.
 
-        The reader of such a pair gets the value without padding. The `Variable` is the cut's choice to pad the value anew, at a price.
+        Such a reader gets the value without padding. The `Variable` is the cut's yes-or-no choice to pad the value anew, at a price.
         """
         return [
             (value, variable)
@@ -360,7 +362,7 @@ class Regions:
         return size if isinstance(size, int) else 64
 
     def dims_by_axis(self) -> dict[int, tuple[tuple[str, ...], int]]:
-        """Return {padded axis: (dims of results that are padded along it, number of elements that the padding adds to these results)}."""
+        """Return {padded axis: (dims padded along it, such as "linear.1" for dim 1 of "linear"; number of elements that this adds)}."""
         dims: dict[int, list[str]] = defaultdict(list)
         added: dict[int, float] = defaultdict(float)
         for call in self.calls.values() if self.padded else ():
@@ -409,8 +411,8 @@ class Regions:
     def check(self) -> bool:
         """Compute the numbers in the padding of all values. Return False if an op cannot take the numbers in the padding of its operands.
 
-        For example, the op would divide by zeros. In such a case the operand is recorded in `barriers` (its padding is cut off before the
-        op), or the op in `refused` (it is never padded), and `cut` must choose again.
+        For example, the op would divide by zeros. The operand is then recorded in `barriers`, so that its padding is cut off before the op.
+        If this is not possible or did not help, the op is recorded in `refused`, and is never padded. After False, `cut` must choose again.
         """
         self.content, sound = {}, True
         layouts: dict[str, Layout] = {}
@@ -442,10 +444,7 @@ class Regions:
         return sound
 
     def _covers(self, call: Call, value: str, use: Layout, out: Layout) -> bool:
-        """True if the operand `value` is padded in all dims in which the result is padded. If not, `value` is broadcast in such a dim.
-
-        `use` is the padded layout of the operand, `out` the padded layout of the result.
-        """
+        """True if `value` (padded layout `use`) is padded in all dims in which the result (padded layout `out`) is padded."""
         shift = len(call.shapes[0]) - len(self.of_use[value, call.name])
         return {dim for dim, _ in out} <= {dim + shift for dim, _ in use}
 
@@ -472,7 +471,7 @@ def value_name(call: Call, i: int) -> str:
 
 
 def _merged(factors: Factors) -> Factors:
-    """Merge each axis without padding into the axis before it. `factors`: the axes of one dim, outer to inner, as (size, padded size)."""
+    """Merge each axis without padding into the axis before it. Axes are (size, padded size), outer first: (4, 5), (3, 3) give (12, 15)."""
     found: list[tuple[int, int]] = []
     for n, m in factors:
         if found and n == m:

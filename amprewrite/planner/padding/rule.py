@@ -84,7 +84,7 @@ class Rule:
     """True if the op is element-wise: operands that lack a dim of the result are broadcast along it."""
 
     def tie(self, *legs: Leg) -> None:
-        """Declare that dims of operands and results are the same dim, with the same size and padding. `legs` has a description of each."""
+        """Declare that dims of operands and results are the same dim, with the same size and padding. Each of `legs` describes one dim."""
         self.ties.append(legs)
 
 

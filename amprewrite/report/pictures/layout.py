@@ -111,10 +111,10 @@ def _tree(paths: list[tuple[str, ...]]) -> _Branch:
 
 
 def _collect(found: Nest, branch: _Branch, parent: int, path: str, label: str) -> int:
-    """Add the box of a branch (a module), and of all branches inside it, to `found`. Return the id of the branch's box.
+    """Add the box of a module (`branch`), and of all modules inside it, to `found`. Return the id of the module's box.
 
-    `parent` is the id of the enclosing box, -1 for the root. `path` and `label` are fields of the branch's box. If a branch has a single
-    part and is not the root, it gets no box, and the id of the part is returned.
+    `parent` is the id of the enclosing box, -1 for the root. `path` and `label` are stored in the module's box. If a module other than the
+    root has a single part, it gets no box, and the id of this part is returned.
     """
     if len(branch.parts) == 1 and parent >= 0:
         ((name, only),) = branch.parts.items()
@@ -168,10 +168,10 @@ def _arrange(box: Box, edges: set[tuple[int, int]]) -> None:
 
 
 def _route(box: Box, edges: list[tuple[int, int]], layer: dict[int, int]) -> None:
-    """Reserve space for the edges between parts of `box`: an edge gets a place (an id below 0) in each layer that it passes.
+    """Reserve space for each edge between parts of `box` in the layers that it passes. `layer` has the layer of each part.
 
-    `layer` has the layer of each part. An edge that passes more than LONGEST_ROUTE layers gets no places. All other edges are recorded in
-    `box.chains`, with their places.
+    The space gets an id below 0, and is put in the layer like a part. An edge that passes more than LONGEST_ROUTE layers gets no space.
+    Other edges are recorded in `box.chains`, each as [id of its source, ids of its spaces, id of its target].
     """
     passing = 0
     for a, b in edges:
@@ -321,7 +321,7 @@ def _extent(items: list[int], middle: dict[int, float], width: dict[int, float])
 def _columns(heights: list[float], broad: float) -> list[range]:
     """Divide layers, given by their heights, into columns of width `broad`. Return the range of layer indices of each column.
 
-    If the heights sum up to at most TALL, there is one column. Otherwise there are so many that width / height is near ASPECT.
+    If the heights sum up to at most TALL, there is one column. Otherwise the number of columns makes width / height come close to ASPECT.
     """
     tall = sum(heights)
     count = 1

@@ -179,7 +179,7 @@ def _lines(drawing: Drawing, placed: Placed) -> list[str]:
 def _route(drawing: Drawing, placed: Placed, a: int, b: int) -> list[tuple[float, float, float]]:
     """Return the points (x, y, gutter) of an edge from the visible op or box `a` to `b`, both given by id.
 
-    The edge runs out of the boxes around `a`, through the space kept for it in the layers in between, and into the boxes around `b`. The
+    The edge runs out of the boxes around `a`, and into the boxes around `b`. Each layer between the two reserves space for the edge. The
     layers of a tall box are drawn in several columns. To reach the next column, an edge runs up in the gap between the two columns.
     `gutter` is the x of the gap on the left of the point's column.
     """

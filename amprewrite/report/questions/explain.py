@@ -1,6 +1,6 @@
 """Explain a plan in sentences: a node's format, the rule that decided it, the node that caused it, and the price of a change.
 
-Heavy ops (matmuls and convolutions) that stay fp32 always come first, each with the condition under which it would run low.
+If the whole plan is explained, heavy ops (matmuls and convolutions) that stay fp32 come first, each with a condition for running low.
 
 `WhatIf` finds changes that would alter a node's colour (low or high). A region (the plan of one graph) keeps the `Problem` (graph, policy
 and evidence) from which the passes decided it. Deciding is a pure function of that problem and takes milliseconds. So each change is
@@ -105,11 +105,11 @@ class WhatIf:
         return plan_region(basis)
 
     def forced(self, name: str) -> Change | None:
-        """Return the effect of an override that gives the node `name` its other colour (low or high); None if the node cannot have it."""
+        """Return the effect of an override that gives the node `name` its other colour (low or high); None if no override can do this."""
         return self._change(name, (name,))
 
     def cause(self, name: str) -> Change | None:
-        """Find a small set of other nodes whose override also changes the colour of `name`. Return the effect; None if none is found."""
+        """Find a small set of other nodes whose override makes `name` change colour. Return the effect; None if there is no such set."""
         candidates = list(self._candidates(name))
         for each in candidates[:MOST_ALONE]:
             change = self._change(name, (each,))
@@ -128,7 +128,7 @@ class WhatIf:
         return self._change(name, tuple(nodes))
 
     def _candidates(self, name: str) -> Iterator[str]:
-        """Yield at most MOST_TOGETHER ops of the same colour that may have caused the colour of the node `name`, the likeliest first."""
+        """Yield at most MOST_TOGETHER ops that may have caused the colour of the node `name`, the likeliest first. All have this colour."""
         colour, graph = self.colours[name], self.basis.graph
         planned = {node.name: node for node in self.base.nodes}
         nearest = list(_by_distance(graph, name))
@@ -139,10 +139,7 @@ class WhatIf:
         yield from islice(same, MOST_TOGETHER)
 
     def _change(self, name: str, nodes: tuple[str, ...]) -> Change | None:
-        """Try a plan in which `nodes` are overridden to low if the node `name` is high, and to high if it is low.
-
-        Return the effect; None if the node `name` keeps its colour.
-        """
+        """Return the effect of overriding `nodes` to the colour that the node `name` does not have; None if `name` keeps its colour."""
         colour = OTHER.get(self.colours[name])
         if colour is None:
             return None
@@ -308,10 +305,7 @@ def _decided(planned: NodePlan, decisions: Decisions, by: dict[str, str]) -> Dec
 
 
 def progress_rows(found: Sequence[Progress]) -> list[tuple[str, ...]]:
-    """Return a row (node, colour, pass, reason) for each op in `found`, a result of `decided_after`.
-
-    If there are several graphs, node names have the form "region/node".
-    """
+    """Return a row (node, colour, pass, reason) for each op in `found`. Nodes of several graphs are named "region/node"."""
     several = len(found) > 1
     return [
         (f"{each.region}/{node.node}" if several else node.node, node.colour, node.by, node.why) for each in found for node in each.nodes
@@ -325,7 +319,7 @@ MOST_HEAVY = 8
 
 
 def explain(plan: ModelPlan, name: str = "") -> str:
-    """Return sentences about the node or module `name`; about the whole plan if it is "".
+    """Return sentences about the node or module `name`, or about the whole plan if `name` is "".
 
     Raises PlanError for an unknown name; the message lists similar names.
     """

@@ -82,12 +82,12 @@ def _places(root: nn.Module) -> list[dict[int, Any]]:
 
 
 def may_differ(root: nn.Module) -> bool:
-    """True if modules of one class may differ in hooks: one below `root` has hooks, or an unregistered module (in a list) may have some."""
+    """True if modules of one class may differ in hooks: a module below `root` has hooks, or an unregistered module may have some."""
     return any(_places(root)) or _holds_unlisted(root)
 
 
 def _holds_unlisted(root: nn.Module) -> bool:
-    """True if an attribute of a module of `root` is, or contains, a module that is not registered as a submodule.
+    """True if an attribute of `root` or of a submodule is, or contains, a module that is not registered as a submodule.
 
     Lists, tuples, sets and dicts are searched one level deep.
     """
@@ -136,8 +136,8 @@ def call_with_own_hooks(module: nn.Module, args: tuple[Any, ...], kwargs: dict[s
     """Call `module` with its own forward hooks but without global module hooks, and return its result.
 
     Dynamo captures this function instead of `__call__` for each submodule in a captured graph, so that global hooks do not become part of
-    the graph. PyTorch's own code runs the call in two cases: the process has no global hooks, or the module has hooks that run even after
-    an exception in its forward (`always_call`). In the second case the global hooks run, too.
+    the graph. PyTorch's own code makes the call if the process has no global hooks. It also makes the call if the module has hooks that run
+    even after an exception in its forward (`always_call`). In this one case the global hooks run, too.
     """
     if module._forward_hooks_always_called or not _global_hooks():
         return module._call_impl(*args, **kwargs)

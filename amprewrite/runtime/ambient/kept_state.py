@@ -18,7 +18,7 @@ from amprewrite.torch_internals.trees import tree_leaves
 class _Outermost:
     """Saves the CPU random state, which all threads share, when the first of several overlapping `random_state_kept` blocks begins.
 
-    The state is restored when the last of these blocks ends. They may run in different threads.
+    The state is restored when the last of these blocks ends. The blocks may run in different threads.
     """
 
     def __init__(self) -> None:
@@ -82,7 +82,7 @@ def state_kept(model: nn.Module, inputs: Any = ()) -> Iterator[None]:
 
 
 def _version(tensor: torch.Tensor) -> int | None:
-    """Return the version counter of a tensor, which shows writes to a sparse or nested tensor; None for an inference tensor."""
+    """Return the version counter of a tensor, which each in-place write increments; None for an inference tensor, which has no counter."""
     return None if tensor.is_inference() else tensor._version
 
 

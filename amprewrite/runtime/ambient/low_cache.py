@@ -122,7 +122,7 @@ def tensors_of(layer: Any) -> tuple[Any, Any]:
 
 
 def is_low(layer: Any) -> bool:
-    """True if the layer stores its keys and values low."""
+    """True if the layer stores its keys and values in the low format."""
     return _INNER in vars(layer)
 
 
@@ -184,8 +184,8 @@ class LowCaches:
 class CachesOfModel:
     """Decides whether a rewritten model stores the KV caches of its `generate()` in the low format.
 
-    If the user gave a plan (`given`), caches are low if a node of this plan casts keys or values to or from a low cache. Otherwise they
-    are low until a graph reads keys or values in fp32 (`check`). `of_call` names further conditions.
+    If the user gave a plan (`given`), the caches are low if a node of the plan casts keys or values to or from a low cache. If the user
+    gave no plan, they are low until a graph reads keys or values in fp32 (`check`). `of_call` names further conditions.
     """
 
     def __init__(self, root: nn.Module, given: ModelPlan | None, note: Callable[[str], None]) -> None:
@@ -210,10 +210,10 @@ class CachesOfModel:
         return bool(hooks) or any(each.get("return_dict_in_generate") for each in asked)
 
     def check(self, caches: LowCaches | None, plan: RegionPlan, anew: bool) -> None:
-        """If a newly planned graph reads the low `caches` of the running call in fp32, keep the caches of later calls in fp32.
+        """If a newly planned graph (`plan`) reads the low `caches` of the running call in fp32, keep the caches of later calls in fp32.
 
-        A graph without planned ops counts as a graph that reads them in fp32. If `anew` is True, also raise CacheReadHigh: no code of the
-        call has run yet, so the call can begin again with fp32 caches. Does nothing if `caches` is None or the user gave a plan.
+        A graph without planned ops counts as such a graph. If `anew` is True, no code of the running call has run yet. Then also raise
+        CacheReadHigh, so that the call begins again with fp32 caches. Do nothing if `caches` is None or the user gave a plan.
         """
         if caches is None or self.given is not None or not (reads_high(plan) or not plan.nodes):
             return
@@ -245,16 +245,16 @@ def mark_growing(args: Iterable[Any], kwargs: Mapping[str, Any]) -> None:
 
 
 def shared_sizes(tensor: Tensor) -> tuple[int, ...]:
-    """Return the dims of `tensor` in which Dynamo gives equal sizes one symbol. `mark_growing` stored them; () if it stored none."""
+    """Return the dims of `tensor` whose sizes share a symbol in Dynamo with equal sizes of other tensors. `mark_growing` stores them."""
     found: tuple[int, ...] = getattr(tensor, _SHARED, ())
     return found
 
 
 def _mark_shared(value: Any) -> None:
-    """If `value` is a KV cache, store on its keys and values the dims in which Dynamo gives equal sizes one symbol (`shared_sizes`).
+    """If `value` is a KV cache, store on its keys and values the dims whose sizes share a symbol in Dynamo with equal sizes.
 
-    These are the batch and length dims. If two sizes with different meanings are equal by chance, such as a batch of five and five keys,
-    their dims are left out, because these sizes differ after the next step.
+    These are the batch and length dims. Two sizes with different meanings may be equal by chance, such as a batch of five and five keys.
+    Their dims are left out, because these sizes differ after the next step. `shared_sizes` reads the stored dims.
     """
     batch, length = _IN_CACHE
     held = {tensor: {batch: "", length: kind} for layer, kind in _kinds(value) for tensor in _in_layer(layer)}

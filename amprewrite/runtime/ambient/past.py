@@ -30,7 +30,7 @@ next_node = torch.autograd._get_sequence_nr
 
 
 def existed(value: Tensor, number: int) -> bool:
-    """True if `value` is a leaf, or if the autograd node that computed it has a number below `number`."""
+    """True if `value` existed before autograd made its node `number`: it is a leaf, or the number of its own node (`grad_fn`) is lower."""
     return value.grad_fn is None or value.grad_fn._sequence_nr() < number
 
 
@@ -43,9 +43,9 @@ def asking_node() -> Any:
 
 
 def asking_number() -> tuple[int, int] | None:
-    """Return two numbers that identify the running recomputation of a non-reentrant checkpoint; None if no such recomputation runs.
+    """Return (number of the running backward, number of the autograd node whose saved tensors a checkpoint is recomputing).
 
-    They are the number of the running backward, and the number of the autograd node whose saved tensors are recomputed.
+    The pair identifies the recomputation. Return None if no non-reentrant checkpoint is recomputing.
     """
     node = asking_node()
     return None if node is None else (current_backward(), node._sequence_nr())

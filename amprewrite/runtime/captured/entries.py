@@ -92,7 +92,7 @@ class Graphs:
         self._alone = self._compile(beside_hooks=False)
 
     def _compile(self, beside_hooks: bool) -> Callable[..., Any]:
-        """Return the compiled function of the entry. If the entry's code runs as written (`captured` is False), return it uncompiled.
+        """Return the function that runs the entry: compiled by Dynamo, or uncompiled if its code runs as written (`captured` is False).
 
         `beside_hooks`: whether the function is for calls that run while the process has global module hooks.
         """
@@ -123,10 +123,11 @@ class Graphs:
         return self._beside_hooks
 
     def _first_call(self, *args: Any, **kwargs: Any) -> Any:
-        """Run a call in which Dynamo captures the module for the first time, and return its result.
+        """Run a call in which Dynamo captures the module for the first time. Return its result, and check the captured graph.
 
-        Under `strict`, or if the low format is or may be fp16, afterwards run the captured graph and the original model in fp32. If results
-        differ, warn, or raise CaptureError under `strict`. Calls that cannot be repeated, and calls of `generate()`, are not checked.
+        The check is made under `strict`, or if the low format is or may be fp16. After the call, it runs the captured graph and the
+        original model in fp32. If their results differ, it warns, or raises CaptureError under `strict`. Calls that cannot be repeated, and
+        calls of `generate()`, are not checked.
         """
         session, state, options = self.entry.session, self.entry.session.state, self.entry.session.options
         looked_at = options.strict or options.low is None or options.low.narrow

@@ -234,7 +234,7 @@ class GraphRewriter(CallRecord):
         return region
 
     def _reads(self, entry: Entry, made: Emitted, inputs: Sequence[Any]) -> WeightReads:
-        """Return which weights the emitted graph `made` reads, and in which formats. Warn if it needs fp32 values that freezing dropped."""
+        """Return which weights the emitted graph `made` reads, and in which formats. Warn if freezing dropped fp32 values that it needs."""
         reads = weight_reads(made, inputs, self.root)
         self.warn_fp32(lost_values(self.root, reads.copies, entry.place))
         return reads
@@ -252,9 +252,9 @@ class GraphRewriter(CallRecord):
     def _cache(self, training: bool, compiled: bool) -> WeightCache | None:
         """Return the cache from which a graph reads low copies of weights; None if the graph casts its weights anew in each call.
 
-        A graph that records gradients (`training`) gets the cache only if it is not `compiled` and `cache_weights` is "step". A graph
-        without gradients gets it unless `cache_weights` is False. But if such a graph is `compiled`, later calls run the same code: it gets
-        the cache only in a block that keeps copies, such as a call of `generate()`. If FSDP2 shards the model, no graph gets the cache.
+        A graph that records gradients (`training`) gets the cache if `cache_weights` is "step" and the graph is not `compiled`. A graph
+        without gradients gets it unless `cache_weights` is False. But a `compiled` one gets it only in a block that keeps copies, such as a
+        call of `generate()`, because later calls run the same code. If FSDP2 shards the model, no graph gets the cache.
         """
         asked = self.options.cache_weights
         wanted = asked == "step" and not compiled if training else asked and (not compiled or self.cache.block() is not None)
@@ -268,7 +268,7 @@ class GraphRewriter(CallRecord):
         return {id(weight): name for name, weight in named_parameters_in(self.root, remove_duplicate=False)}
 
     def _row(self, device: str) -> Device:
-        """Return the data (speeds, formats) of the device to plan for: the device named in the options, or `device`, where the model is."""
+        """Return the device table's row (speeds, formats) to plan with: of the device named in the options, otherwise of `device`."""
         return named_device(self.options.device) if self.options.device else device_row(device)
 
     def policy_for(self, device: str) -> Policy:
@@ -321,9 +321,10 @@ class Agreement:
         self.on, self.colours = on, colours
 
     def join(self, plan: RegionPlan, every: Sequence[Graphs], note: Callable[[str], None]) -> None:
-        """Add the colours (low or high) of a newly planned graph to the colours that all graphs share. Mark graphs that contradict these.
+        """Add the colours (low or high) of a newly planned graph to the colours that all graphs share.
 
-        `every` holds all graphs. The next call captures a marked graph anew. `note` is called with the reason for the mark.
+        Mark those of the graphs `every` whose plans contradict the shared colours: the next call captures a marked graph anew. `note` is
+        called with the reason for the mark.
         """
         before = self.colours
         for part in plan.flat("") if self.on else ():

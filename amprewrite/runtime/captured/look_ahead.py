@@ -87,9 +87,9 @@ class LookAhead:
         """The error that the graph raised in its latest fp32 run, as text; "" if it raised none."""
 
     def call(self, run: Callable[[tuple[Any, ...]], Any], inputs: tuple[Any, ...], forward: int) -> Any:
-        """In the first CALLS forwards of the model, run the graph in fp32 and observe its values. Then return `run(inputs)`.
+        """Return `run(inputs)`. In the first CALLS forwards that call this graph, run the graph in fp32 before, and observe its values.
 
-        Warn if the results are not finite although the fp32 results are. `run` calls the rewritten graph. `forward` is the number of the
+        `run` calls the rewritten graph. Warn if its results are not finite although the fp32 results are. `forward` is the number of the
         running forward of the model, in which a graph may be called several times. Nothing is observed while a CUDA graph records, while a
         checkpoint recomputes, and on tensors without values (meta, fake).
         """
@@ -114,7 +114,7 @@ class LookAhead:
             )
 
     def look(self, run: Callable[[tuple[Any, ...]], Any], inputs: tuple[Any, ...], always: bool = False) -> bool:
-        """Run the graph in fp32, observe its values, and plan it anew if a value would or may overflow in fp16, or if `always` is True.
+        """Run the graph in fp32 and observe its values. Plan the graph anew if a value would or may overflow in fp16, or if `always`.
 
         `run` calls the rewritten graph. Returns True if the fp32 run raised no error, and its results and all written inputs are finite.
         """
@@ -183,10 +183,10 @@ class LookAhead:
             )
 
     def _breaks_unobserved(self, run: Callable[[tuple[Any, ...]], Any], inputs: tuple[Any, ...], exact: _BodyResults) -> tuple[bool, str]:
-        """Run the rewritten graph on copies of `inputs`. Return (whether it overflows, reason why an overflow may stay unseen or "").
+        """Look for overflows in bodies of loops and conditions, which the fp32 run does not observe: run the rewritten graph on copies.
 
-        This covers values in the bodies of loops and conditions, which the fp32 run does not observe. The graph overflows if it raises an
-        error, or if it or a body returns NaN or infinities. `exact` says for each body of the fp32 run whether its results are finite.
+        Return (True if the graph overflows, reason why an overflow may stay unseen or ""). The graph overflows if it raises an error, or if
+        it or a body returns NaN or infinities. `exact` says for each body of the fp32 run whether its results are finite.
         """
         try:
             with self._aside(), _BodyResults() as rounded:
@@ -281,9 +281,9 @@ def rewrite_for(
 ) -> tuple[torch.fx.GraphModule, RegionPlan]:
     """Rewrite the graph of an exported module, and return the edited graph and its plan.
 
-    If the low format is fp16 and the user gave no plan, run the graph in fp32 on `args` and `kwargs`, and restore its buffers. Then plan
-    the graph anew with the observed ranges if a value would or may overflow, or if `overflowed` (an earlier graph of the model was planned
-    anew for that reason). `learn` adds ranges to the calibration and returns the new calibration. `warn` warns the user.
+    If the low format is fp16 and the user gave no plan, run the graph in fp32 on `args` and `kwargs`, and restore its buffers. Plan the
+    graph anew with the observed ranges if a value would or may overflow. Do so in any case if `overflowed` is True: an earlier graph of the
+    model would have overflowed. `learn` adds ranges to the calibration and returns the new calibration. `warn` warns the user.
     """
     edited, plan = _rewritten(captured)
     given = captured.module.graph._codegen.pytree_info.in_spec  # type: ignore[attr-defined]

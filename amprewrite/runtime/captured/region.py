@@ -99,10 +99,10 @@ class Region:
         return result
 
     def call_steady(self, inputs: tuple[Any, ...]) -> Any:
-        """Run the graph under the user's dispatch modes, and return its results. If it scales gradients, pass it the loss scale, too.
+        """Run the graph under the user's dispatch modes, and return its results. If the graph scales gradients, pass the loss scale to it.
 
-        If values are not observed (`look_ahead` is None) and the graph enters no context such as `torch.no_grad()` (`enters_regions` is
-        False), `call` does no more than this, so that callers may use this method directly.
+        Callers may use this method in place of `call` if no values are observed (`look_ahead` is None) and the graph enters no context such
+        as `torch.no_grad()` (`enters_regions` is False): `call` does no more then.
         """
         run, reads, scaled, given = self.run, self.reads, self.latest, inputs
         if self._past.before:
@@ -142,7 +142,7 @@ class Region:
             self.run = self.run.later
 
     def _watched(self, *inputs: Any) -> Any:
-        """Run the graph op by op to find its first non-finite result or gradient. Used from an overflow until a training step has none."""
+        """Run the graph op by op to find its first non-finite result or gradient. Used from an overflow until a training step is finite."""
         assert self.module is not None
         return self.training.probe.run(self.plan, self.module, inputs)
 
@@ -183,16 +183,16 @@ class State(threading.local):
         """The low caches of the innermost running call of `generate()`; None if its caches stay fp32."""
 
     def regions_around(self) -> int:
-        """Return the number of torch.autocast regions around the outermost call, or around the recomputation that runs inside this call."""
+        """Return the number of torch.autocast regions around the outermost call, or around the recomputation that runs inside that call."""
         return self.around
 
     @contextlib.contextmanager
     def recomputes(self, asked: tuple[int, int] | None, around: int) -> Iterator[None]:
-        """Context manager that records a recomputation inside a running forward, as when the forward takes gradients through a checkpoint.
+        """Context manager that records a recomputation by a checkpoint inside a running forward, as when the forward takes gradients.
 
-        `asked`: id of the recomputation (`asking_number()`); None if no non-reentrant checkpoint makes the call. `around`: number of
-        torch.autocast regions around the call. A non-reentrant checkpoint enters such regions to restore the autocast state of its forward.
-        So if `asked` is not None, all these regions count as regions of the model's caller, not of the model's code.
+        `asked` is the id of the recomputation (`asking_number()`); None if no non-reentrant checkpoint makes the call. `around` is the
+        number of torch.autocast regions around the call. A non-reentrant checkpoint enters such regions to restore the autocast state of
+        its forward. So if `asked` is not None, all these regions count as regions of the model's caller, not of the model's code.
         """
         outer = self.recomputed, self.around
         self.recomputed, self.around = asked, self.around if asked is None else around

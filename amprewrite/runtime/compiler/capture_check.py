@@ -178,7 +178,7 @@ class _FirstUnseen(torch.fx.Interpreter):
 
 
 def random_states(devices: Sequence[int]) -> Callable[[], None]:
-    """Return a function that sets random generators back to the states that they have at the call of `random_states`.
+    """Return a function that sets random generators back to the states that they have now.
 
     The generators are all that a model may use: of Python, of NumPy, and of PyTorch on the CPU and the CUDA `devices`.
     """
@@ -322,7 +322,7 @@ class CaptureCheck:
             return [each.detach() for each in results_of(plain.forward(*args, **kwargs))]
 
     def _captured(self, interpreter: torch.fx.Interpreter) -> Any:
-        """Run the captured graph in fp32 by `interpreter`, on detached inputs, copied if the graph writes them. Return its results."""
+        """Run the captured graph in fp32 by `interpreter`, and return its results. Inputs are detached, and written inputs are copied."""
         assert self.graph is not None
         grad = self.differentiates and self.grad
         given = list(self.given)

@@ -85,26 +85,26 @@ def compile_afresh(
 ) -> Callable[..., Any]:  # fmt: skip
     """Return a clone of `function`, a forward in the model `root`. Dynamo compiles the clone anew, even if it skipped `function` before.
 
-    Errors of `backend` reach the caller unchanged. The settings below, for which torch.compile has no arguments, are on only while
-    Dynamo converts a frame, so that a call of a captured graph does not pay for them:
+    Errors of `backend` reach the caller unchanged. torch.compile has no arguments for the settings below. They are on only while Dynamo
+    converts a frame, so that a call of a captured graph does not pay for them:
 
     1. LSTM, GRU and RNN modules are captured if `recurrent`; otherwise they break the graph.
     2. Calls of loggers are left out of graphs, as in torch.export. A message about it is passed to `note`.
     3. NumPy's random numbers break a graph, because a graph would draw them from PyTorch's generator instead of NumPy's.
     4. After COUNTS_FROM calls that captured graphs, int attributes of modules are no longer constants: the model may increment them.
     5. Code that Dynamo fails on runs as written, and `failed` is called with the failure. If `whole`, Dynamo raises an error instead.
-    6. If Dynamo makes no graph of `function`'s own code, `no_graph` is called: with True if Dynamo read all of the code and found no tensor
-       op, as in nn.Identity, and with False if it gave up the code, or if the code calls a function that is disabled for Dynamo.
+    6. `no_graph` is called if Dynamo makes no graph of `function`'s own code. Its argument is True if all of the code was read and has no
+       tensor op, as in nn.Identity. It is False if Dynamo gave up the code, or broke the graph at a function disabled for Dynamo.
     7. If `hooks_differ`, Dynamo guards on module hooks, because code captured for one module runs for all modules of its class.
-    8. `torch.is_autocast_enabled()` returns True to the model's code, except in autocast regions of the model itself (`heard.py`). They
-       are recognised by `around()`, the number of autocast regions that the caller has open around the model.
+    8. `torch.is_autocast_enabled()` returns True to an fp32 model's code, except in autocast regions of the model itself (`heard.py`).
+       `around()` returns the number of autocast regions that are open around the model's call. These are not the model's own.
     9. Dynamo limits the number of graphs of one piece of code. If several models run the same code, only this model's graphs count.
-    10. If `eager`, graphs run without a compiler. `torch.autograd.grad` then only breaks the graph, and the code after it is captured too;
-        for a compiler Dynamo would leave the whole function uncaptured.
+    10. If `eager`, graphs run without a compiler. Then `torch.autograd.grad` breaks the graph, and Dynamo also captures the code after
+        the break. With a compiler, Dynamo leaves the whole function uncaptured.
     11. Functions of Python's own library run as written, because they contain no ops. The functions that they call are converted.
     12. Code of a compiler runs as written. Dynamo meets it if a forward takes gradients, because a backward is compiled when it first runs.
-    13. If `starts_again` returns True for the local variables of a call, the call can begin again with its half inputs in fp32. If an op
-        then refuses its operands, or code asks whether autocast is on, TwoDtypes is raised before any code of `function` runs.
+    13. `starts_again` gets the local variables of a call. If it returns True, the call can begin again with its half inputs cast to fp32.
+        TwoDtypes is then raised before `function` runs if an op refuses its operands, or if code asks whether autocast is on.
     14. Before torch 2.13 a hook on a tensor that the code computes breaks the graph, because Dynamo would lose gradients of the hook.
     15. Warnings of PyTorch's own code break no graph. They are given when the graph has run.
 
@@ -229,10 +229,10 @@ def _without_stored_weights(guards: Sequence[Any]) -> list[bool]:
 
 
 def _without_global_hooks(guards: Sequence[Any]) -> list[bool]:
-    """Guard filter that drops the guards on global module hooks, unless the captured code calls such a hook. Returns a bool for each guard.
+    """Guard filter that drops guards on the tables of global module hooks. Returns a bool for each guard: True to keep it.
 
-    Dynamo guards on the keys of the hook tables, even if the code only tests whether a table is empty. Each registration has a new key, so
-    such a guard fails. If a guard of another kind is on a global hook, the graph contains the hook. In this case all guards are kept.
+    Dynamo guards on the keys of these tables, even if the code only tests whether a table is empty. Each registration has a new key, so
+    that such a guard fails. A guard on a hook itself shows that the graph contains the hook. All guards are kept in this case.
     """
     on_hooks = [_GLOBAL_HOOKS.search(guard.name) for guard in guards]
     if any(found and (found[1] or guard.guard_type not in _ASKS) for found, guard in zip(on_hooks, guards, strict=True)):
@@ -332,7 +332,7 @@ def wants_one_graph() -> bool:
 
 
 def inputs_to_hook() -> set[str]:
-    """Return the names of the inputs of the graph under capture on which the model sets hooks.
+    """Return the names of those inputs of the graph under capture on which the model sets hooks.
 
     Dynamo registers these hooks only after the graph has run. If the graph overwrites such an input, the hook is set on the new value.
     """

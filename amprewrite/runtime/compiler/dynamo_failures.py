@@ -47,7 +47,7 @@ class Failure:
 
 
 def try_all_again() -> None:
-    """Let Dynamo try again all code that it gave up in this process. Called before a new capture, which earlier failures would affect."""
+    """Make Dynamo try again to convert all code that it failed to convert in this process. Call this before a model is captured anew."""
     for found in _GIVEN_UP.valuerefs():
         code = found()
         if code is not None:
@@ -56,7 +56,7 @@ def try_all_again() -> None:
 
 
 class Listener(Quiet):
-    """A log filter that, while entered, calls `tell` for each frame that Dynamo gives up in this thread, and hides the log record."""
+    """Context manager that calls `tell(failure)` for each frame that Dynamo fails to convert in this thread, and hides Dynamo's message."""
 
     def __init__(self, tell: Callable[[Failure], None]) -> None:
         super().__init__(FAKE_TENSORS, _LOG)
@@ -76,13 +76,13 @@ class Listener(Quiet):
 
 
 def is_capture_error(error: BaseException) -> bool:
-    """True if `error` says that Dynamo cannot capture code: by its class, or by an attribute that Dynamo sets on other errors."""
+    """True if `error` means that Dynamo failed to capture code. Its class is then Dynamo's, or it names the failing line of code."""
     own = (torch._dynamo.exc.TorchDynamoException, torch._dynamo.exc.FailOnRecompileLimitHit)
     return isinstance(error, own) or hasattr(error, "innermost_user_frame_summary")
 
 
 def failure_of(error: BaseException) -> Failure:
-    """Return the place and the reason of a failure of Dynamo, in plain words and without the names of Dynamo's own exceptions."""
+    """Return a `Failure` with the place and the reason of Dynamo's `error`, in plain words and without the names of Dynamo's exceptions."""
     line = getattr(error, "innermost_user_frame_summary", None)
     place = f"{line.filename}:{line.lineno} in {_RESUMED.sub('', line.name)}" if line is not None else ""
     said, _, more = str(error).partition("\nfrom user code")[0].strip().partition("\n")
@@ -101,7 +101,7 @@ def failure_of(error: BaseException) -> Failure:
 def _code(error: BaseException) -> types.CodeType | None:
     """Return the code object that Dynamo could not convert when it raised `error`; None if unknown.
 
-    It is found by the local variable `frame` of the Dynamo function that caught `error`, the first function in the traceback.
+    The first function in the traceback is the function of Dynamo that caught `error`. Its local variable `frame` refers to the code object.
     """
     caught = error.__traceback__
     frame = caught.tb_frame.f_locals.get("frame") if caught is not None else None
@@ -110,7 +110,7 @@ def _code(error: BaseException) -> types.CodeType | None:
 
 
 class Unseen(BaseException):
-    """Carries an error of the backend or of this package through Dynamo. It is no Exception, which Dynamo would handle as its own."""
+    """Carries an error of the backend or of this package through Dynamo. Derives from BaseException: Dynamo handles any Exception."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__(str(error))
@@ -132,9 +132,9 @@ def unseen(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def under_way(function: Callable[..., Any]) -> bool:
-    """True if `function` is running now in this thread, or if that cannot be determined because it has no code object.
+    """True if a call of `function` is running now in this thread. Also true if `function` has no code object to look for.
 
-    A frame is a call of `function` if its code has the same file and function name.
+    A stack frame counts as a call of `function` if its file and its function name are those of `function`.
     """
     code, frame = getattr(function, "__code__", None), inspect.currentframe()
     while code is not None and frame is not None:
@@ -145,10 +145,10 @@ def under_way(function: Callable[..., Any]) -> bool:
 
 
 def has_begun(error: BaseException, function: Callable[..., Any]) -> bool:
-    """True if `function` was running when `error` was raised, so that side effects of its code may have happened.
+    """True if `function` was running when `error` was raised, so that its code may have had side effects.
 
-    The traceback of `error` shows it: a frame is a call of `function` if its code has the same file and function name. Also true if
-    `function` has no code object.
+    A frame in the traceback of `error` counts as a call of `function` if its file and its function name are those of `function`. If
+    `function` has no code object, the answer is True.
     """
     code = getattr(function, "__code__", None)
     step = error.__traceback__

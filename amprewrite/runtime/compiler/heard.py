@@ -64,10 +64,10 @@ def regions_around() -> int:
 def reporting_autocast_on(root: nn.Module, inputs: Any, around: int, again: bool) -> Iterator[None]:
     """Context manager in which Dynamo captures code as if autocast were on: `torch.is_autocast_enabled` and similar functions return True.
 
-    The true answer is given to PyTorch's own code, to code in an autocast region of the model, and for a device that the model is not on.
-    All code gets the true answer if the model `root` or `inputs` (local variables of the captured function) hold fp16 or bf16 tensors.
-    `around`: number of autocast regions around the call of the model. If `again`, the call can restart with fp32 in place of half inputs:
-    then code that asks whether autocast is on raises Unseen(TwoDtypes()).
+    They return the true answer to PyTorch's own code, inside an autocast region of the model, and for a device that the model is not on.
+    They return it to all code if the model `root` or `inputs` (local variables of the captured function) hold fp16 or bf16 tensors.
+    `around`: number of autocast regions around the call of the model. If `again` is True, the functions raise Unseen(TwoDtypes())
+    instead of an answer. The call of the model then starts again with its half inputs in fp32.
     """
     devices, said = _devices(root, inputs), list[Any]()
 
@@ -115,7 +115,7 @@ def _is_of_torch(tx: Any) -> bool:
 def exported_under_autocast(
     root: nn.Module, inputs: Any, export: Callable[[], T], computes_half: Callable[[T], bool] = lambda _: False
 ) -> T:
-    """Return `export()`, called under autocast with the dtype fp32, on the devices of the model `root` and its `inputs`.
+    """Return the result of `export()`, called under autocast with the dtype fp32 on the devices of the model `root` and its `inputs`.
 
     `export` is called without autocast if a parameter, buffer or input is fp16 or bf16. It is called again without autocast if
     `computes_half(result)` is true, or if it raised a CaptureError. So autocast never changes the dtype of a value. Devices such as "meta"
@@ -143,9 +143,9 @@ def _autocast_for_fp32(devices: set[str]) -> Iterator[None]:
 
 
 def _devices(root: nn.Module, inputs: Any) -> set[str]:
-    """Return the device types for which autocast is reported as on: of all tensors of the model and `inputs`; {"cpu"} without tensors.
+    """Return the device types of all tensors of `root` and `inputs`, for which autocast is reported as on; {"cpu"} if there are no tensors.
 
-    The result is an empty set if a tensor is in half precision: such a model gets true answers, and is exported without autocast.
+    Return an empty set if a tensor is in half precision: then autocast is not reported as on, and the model is exported without autocast.
     """
     tensors = [*chain(parameters_in(root), buffers_in(root)), *_tensors(inputs)]
     return set() if any(map(is_half, tensors)) else {each.device.type for each in tensors} or {"cpu"}
@@ -154,7 +154,7 @@ def _devices(root: nn.Module, inputs: Any) -> set[str]:
 def _tensors(value: Any, depth: int = 4) -> Iterator[torch.Tensor]:
     """Yield the tensors in nested lists, tuples and dicts, at most `depth` levels deep.
 
-    Objects of other classes are not searched: they may be under construction.
+    Objects of other classes are not searched, because they may be incomplete.
     """
     if isinstance(value, torch.Tensor):
         yield value
@@ -169,7 +169,7 @@ _FOLDED: dict[Any, Any] = torch_functions.constant_fold_functions  # type: ignor
 
 @contextlib.contextmanager
 def handling(handlers: Mapping[Any, Callable[..., Any]]) -> Iterator[None]:
-    """Context manager in which Dynamo captures calls of some functions by our own handlers. `handlers`: {function: its handler}."""
+    """Context manager in which Dynamo captures calls of some functions by our handlers. `handlers` maps each function to its handler."""
     table = torch_functions.TorchInGraphFunctionVariable._get_handlers()
     folded, before = dict(_FOLDED), {each: table[each] for each in handlers if each in table}
     for function in handlers:
@@ -197,9 +197,9 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def sharing_sizes(shared: Callable[[Any], Iterable[int]]) -> Iterator[None]:
-    """Context manager in which Dynamo gives equal dynamic sizes one symbol, in the dims that `shared(tensor)` returns for each tensor.
+    """Context manager in which Dynamo gives one symbol to dynamic sizes that are equal. `shared(tensor)` returns the dims to compare.
 
-    Dynamo guards that these sizes stay equal, and captures again if they differ. It has no public setting for this.
+    Dynamo guards that these sizes stay equal, and captures again if they differ. Dynamo has no public setting for this.
     """
     given: Callable[..., Any] = builder._automatic_dynamic
 
@@ -218,8 +218,8 @@ def sharing_sizes(shared: Callable[[Any], Iterable[int]]) -> Iterator[None]:
 def breaking_at_gradients() -> Iterator[None]:
     """Context manager in which Dynamo breaks the graph at a `torch.autograd.grad` that it refuses, and captures the code after the call.
 
-    Compilers lose the autograd edges between the results of a graph. So since torch 2.15 Dynamo gives up the whole frame if later code
-    reads a differentiable value of the graph. Graphs that run eagerly keep these edges: use this context for such graphs only.
+    Compiled graphs lose the autograd edges between their results. So since torch 2.15 Dynamo runs the whole frame as written if code after
+    the call reads a differentiable value of the graph. Use this context manager only for graphs that run eagerly: they keep these edges.
     """
     given = torch_functions.TorchInGraphFunctionVariable._get_handlers()[torch.autograd.grad]
 
@@ -236,10 +236,10 @@ def breaking_at_gradients() -> Iterator[None]:
 
 @contextlib.contextmanager
 def breaking_at_hooks() -> Iterator[None]:
-    """Context manager in which Dynamo of torch 2.11 and 2.12 breaks the graph at a hook on a tensor that the code computes.
+    """Context manager in which Dynamo of torch 2.11 and 2.12 breaks the graph where code sets a hook on a tensor that it computed.
 
-    PyTorch then sets the hook. Dynamo would capture the hook as an autograd Function of this tensor alone, which is wrong: a hook on
-    `x.contiguous()` would miss other gradients of `x`, and the first of two hooks would run last. Does nothing in later versions.
+    PyTorch then sets the hook. A captured hook would be wrong: on `x.contiguous()`, which may be `x` itself, it would miss other gradients
+    of `x`, and the first of two hooks would run last. The context manager does nothing in later versions.
     """
     if find_spec("torch._higher_order_ops.register_hook") is not None:  # this version of torch captures such a hook as a separate op
         yield
@@ -257,10 +257,10 @@ def breaking_at_hooks() -> Iterator[None]:
 
 @contextlib.contextmanager
 def warnings_after_graphs() -> Iterator[None]:
-    """Context manager in which a `warnings.warn` of PyTorch's own code breaks no graph: it is called after the graph, in each call.
+    """Context manager in which a `warnings.warn` in PyTorch's own code breaks no graph. The warning is given after the graph has run.
 
-    Dynamo captures code of PyTorch only inside other code. If such code breaks the graph, the rest of it runs as written. For example,
-    nn.MultiheadAttention warns if the dtypes of its masks differ, and would then run in fp32.
+    Otherwise Dynamo would break the graph there, and run the rest of PyTorch's function as written. For example, nn.MultiheadAttention
+    warns if the dtypes of its masks differ, and would then run in fp32.
     """
     given: Callable[..., Any] = SkipFunctionVariable.call_function
 
@@ -278,7 +278,7 @@ def warnings_after_graphs() -> Iterator[None]:
 
 @contextlib.contextmanager
 def recurrent_layers_whole() -> Iterator[None]:
-    """Context manager in which Dynamo records `torch.lstm` and the like as one op, and infers the shapes of its results from one step."""
+    """Context manager in which Dynamo records a call such as `torch.lstm` as one node, and infers result shapes from one time step."""
 
     def handle(layer: Callable[..., Any], _: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
         proxy = tx.output.create_proxy("call_function", in_one_step(layer), *proxy_args_kwargs(args, kwargs))

@@ -47,7 +47,7 @@ _REASONS = {
 
 
 def plain_reason(text: str) -> str:
-    """Return a reason of Dynamo in plain words if `_REASONS` has it, otherwise `text` unchanged."""
+    """Replace `text`, a reason that Dynamo gave, by the plain words that `_REASONS` has for it. Return `text` itself if there are none."""
     return next((plain for start, plain in _REASONS.items() if text.startswith(start)), text)
 
 
@@ -60,7 +60,7 @@ def _modules_above() -> Iterator[str]:
 
 
 def who_switched_autocast() -> str:
-    """Return a sentence that names the library on the call stack that switches autocast on, and the remedy; "" if none is known."""
+    """Return a sentence for a message: which library on the call stack switched autocast on, and the remedy. Return "" if none is found."""
     above = set(_modules_above())
     return next((say for package, say in _SWITCHES if any(f"{name}.".startswith(f"{package}.") for name in above)), "")
 
@@ -74,7 +74,7 @@ def ambient_autocast() -> str:
 
 
 def own_autocast(place: str) -> str:
-    """Return the message for a model or module, called `place`, whose own forward runs under torch.autocast."""
+    """Return the message for a model or module, called `place`, whose own forward switches torch.autocast on."""
     return (
         f"{place} runs its matmuls and convolutions under a torch.autocast of its own, so there is nothing to rewrite. Take that "
         "torch.autocast out of its forward; if accelerate or Lightning's Fabric prepared the model, rewrite it before and give "
@@ -96,7 +96,7 @@ def traced(tracer: str) -> str:
 
 
 def one_graph(name: str) -> str:
-    """Return the message for a rewritten model of class `name` inside code under `torch.compile(fullgraph=True)`."""
+    """Return the error message for a rewritten model of class `name` that is called by code under `torch.compile(fullgraph=True)`."""
     return (
         f"a rewritten model ({name}) cannot be part of one graph of torch.compile(fullgraph=True): it compiles its own graphs; "
         f"{COMPILE}, or leave fullgraph=True out: the graph breaks around the model"

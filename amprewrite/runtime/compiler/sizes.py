@@ -25,10 +25,10 @@ from amprewrite.torch_internals.dispatch import outside_capture, tracing_context
 
 
 def for_each_size(backend: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `backend`: in a capture, one compilation serves all sizes; after it, each combination of sizes is compiled separately.
+    """Wrap `backend`. During a capture, it compiles a graph once for all sizes; later, once for each combination of sizes.
 
-    Separately compiled code takes the sizes of inputs as constants, but not numbers that the graph reads from tensors. For example, Dynamo
-    passes a float argument as a tensor if it changes from call to call.
+    Code that is compiled later treats sizes of inputs as constants, but values of tensors as variables. For example, a float argument that
+    changes from call to call stays variable, because Dynamo passes it as a tensor.
     """
 
     def alone(module: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -51,7 +51,8 @@ def _is_dynamic(node: torch.fx.Node) -> bool:
 
 
 class _CodeOfSizes:
-    """Callable that compiles `module` for each new variant (sizes, strides) of its inputs. Beyond RECOMPILE_LIMIT it runs uncompiled."""
+    """Callable that compiles `module` once for each combination of input sizes and strides, for at most RECOMPILE_LIMIT of them. For any
+    further combination `module` runs uncompiled."""
 
     def __init__(self, backend: Callable[..., Any], module: torch.fx.GraphModule) -> None:
         self.backend, self.module = backend, module
@@ -76,7 +77,7 @@ class _CodeOfSizes:
 
 
 def _variant(value: Any) -> Hashable:
-    """Return the part of an input for which code is compiled: of a tensor its sizes, strides and `requires_grad`, otherwise the value."""
+    """Return the key of an input in the table of compiled code: a tensor's sizes, strides and `requires_grad`; any other value itself."""
     if not isinstance(value, Tensor):
         return value  # type: ignore[no-any-return]
     return value.shape, value.requires_grad, value.stride() if value.layout is torch.strided else None

@@ -34,11 +34,11 @@ from amprewrite.torch_internals.trees import tree_leaves
 
 
 class WantsOneGraph(CaptureError, Unsupported):
-    """Raised if `fullgraph=True` or torch.export forbids the graph break that a rewritten model needs. Dynamo re-raises an Unsupported."""
+    """Raised if `fullgraph=True` or torch.export forbids the graph break at a rewritten model. Dynamo re-raises every Unsupported."""
 
 
 def undisturbed() -> bool:
-    """True if no autocast, dispatch mode, tracer, export or torch.func transform is active, so that a call may skip the separate tests."""
+    """True if no autocast, dispatch mode, tracer, export or torch.func transform is active. Then a call need not test for each of them."""
     return not (
         is_any_autocast_enabled()
         or count_dispatch_modes()
@@ -54,7 +54,7 @@ def undisturbed() -> bool:
 def refuse_tracers() -> None:
     """Raise CaptureError if a tracer, such as `torch.jit.trace` or make_fx, would record the ops of this call.
 
-    All threads share PyTorch's flag for a running export. So the exporting thread is recognised by its dispatch modes or tracing context.
+    All threads share PyTorch's flag for a running export. This thread exports only if it also has a dispatch mode or a tracing context.
     """
     modes = {type(mode).__name__ for mode in user_modes()} if count_dispatch_modes() else ()
     if torch._C._is_tracing():
@@ -73,9 +73,9 @@ def refuse_tracers() -> None:
 
 
 def _was_another_export() -> bool:
-    """True if the symbolic tracing that PyTorch reports was part of an export in another thread. Waits until such an export has ended.
+    """Wait until no other thread exports. Return True if PyTorch then reports no symbolic tracing: the tracing was the other thread's.
 
-    All threads share PyTorch's flag for symbolic tracing. While it is set, calls of functions that Dynamo compiled raise an error.
+    All threads share PyTorch's flag for symbolic tracing. While the flag is set, calls of functions that Dynamo compiled raise an error.
     """
     with ONE_EXPORT:
         return not is_fx_symbolic_tracing()

@@ -132,10 +132,8 @@ class _CallsOriginal(type):
     """Metaclass of the subclasses that `subclass_of` makes: a call of such a class makes an object of the original class instead."""
 
     def mro(cls) -> list[type]:
-        """Return the method resolution order: the classes of the mixin, then the classes of the original class.
-
-        A class that a user derives gets Python's order.
-        """
+        """Return the method resolution order: classes of the mixin, then classes of the original class. Return Python's order if a user
+        derived this class."""
         original = original_of(cls)
         if original is None:
             return super().mro()
@@ -157,7 +155,7 @@ class _CallsOriginal(type):
 
 @functools.cache
 def _metaclass(meta: type) -> type:
-    """Return the metaclass of a rewritten class: a subclass of the original metaclass `meta`. It pickles its classes by `_reduce_class`."""
+    """Return the metaclass of a rewritten class: a subclass of `meta`, the original one. `_reduce_class` pickles the rewritten class."""
     if issubclass(meta, _CallsOriginal):
         return meta
     made = _CallsOriginal if meta is type else type(meta.__name__, (_CallsOriginal, meta), {})
@@ -166,7 +164,7 @@ def _metaclass(meta: type) -> type:
 
 
 def _reduce_class(cls: type) -> Any:
-    """Return how to pickle the class `cls` (for `copyreg`): as a call of `subclass_of`, or by its name if a user derived the class."""
+    """Return pickle's description of the class `cls` (for `copyreg`): a call of `subclass_of`, or its name if a user derived the class."""
     original = original_of(cls)
     if original is None:
         return cls.__qualname__
@@ -185,7 +183,7 @@ def clone_of(module: nn.Module) -> nn.Module:
 
 
 class _Cloning:
-    """Clones one module tree. `made` has the copy of each module and container, by the id of the original."""
+    """Clones one module tree. `made` maps the id of each original module and container to its copy."""
 
     def __init__(self, module: nn.Module) -> None:
         self.made: dict[int, Any] = {}
@@ -205,10 +203,8 @@ class _Cloning:
         return clone
 
     def _reachable(self, module: nn.Module) -> list[nn.Module]:
-        """Return each module of the tree once, including modules in containers.
-
-        Add to `owned` the ids of the containers that are copied with their module, and not shared with the original.
-        """
+        """Return each module of the tree once, including modules in containers. Add to `owned` the ids of containers that modules hold,
+        directly or in another container: the clone gets copies of these containers."""
         found: dict[int, nn.Module] = {}
         stack: list[tuple[Any, bool]] = [(module, True)]
         seen: set[tuple[int, bool]] = set()
@@ -237,7 +233,7 @@ class _Cloning:
         return list(found.values())
 
     def _fill(self, original: nn.Module) -> None:
-        """Give the clone all attributes of `original`, but not the compiled call that `original.compile()` set: it runs the original."""
+        """Give the clone all attributes of `original`, except the compiled call that `original.compile()` set: it would run `original`."""
         clone = self.of(original)
         for key, value in original.__dict__.items():
             if key != "_compiled_call_impl":
@@ -265,7 +261,7 @@ class _Cloning:
         return value
 
     def _copied(self, value: Any) -> Any:
-        """Return a copy of a container. Put a mutable copy into `made` before its items are copied: they may refer to the container."""
+        """Return a copy of a container. `made` gets a mutable copy before its items are copied: an item may refer to the container."""
         if isinstance(value, tuple | frozenset):
             return self._rebuilt(value)
         kind: Any = type(value)
@@ -311,7 +307,7 @@ class _Cloning:
 
 
 def _leads_on(value: Any) -> bool:
-    """True if a value is a module to clone, or may hold one. A TorchScript module is compiled C++ that cannot be cloned: it is shared."""
+    """True if `value` is a container or a module to clone. A TorchScript module is shared instead: compiled C++ cannot be cloned."""
     return _is_container(value) or (isinstance(value, nn.Module) and not isinstance(value, torch.jit.ScriptModule))
 
 
@@ -324,7 +320,7 @@ def _is_container(value: Any) -> bool:
 
 
 def _members(value: Any) -> dict[str, Any]:
-    """Return {name: member} of a dataclass or namespace. Do not call its own `__getattribute__`, which may raise for some members."""
+    """Return {name: member} of a dataclass or namespace, without a call of its `__getattribute__`, which may raise for some members."""
     if isinstance(value, types.SimpleNamespace):
         return vars(value)
     fields = {field.name for field in dataclasses.fields(value)}
@@ -344,7 +340,7 @@ def _items(value: Any) -> list[Any]:
 
 
 def _filled_slots(value: Any) -> Iterator[Any]:
-    """For each attribute in `__slots__` that is set on `value`, yield the descriptor."""
+    """Yield the descriptor of each attribute in `__slots__` that is set on `value`."""
     for cls in (each for each in type(value).__mro__ if "__slots__" in vars(each)):
         for found in vars(cls).values():
             if isinstance(found, types.MemberDescriptorType):

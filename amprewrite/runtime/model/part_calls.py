@@ -59,7 +59,7 @@ class PartForward:
         self.session, self.path, self.part = session, path, part
 
     def __reduce__(self) -> Any:
-        """Copy or pickle the module's forward from before the rewrite instead: a copy of a submodule alone is not rewritten."""
+        """Put the module's forward from before the rewrite into a copy or pickle of the module alone: such a copy is not rewritten."""
         own = self.part.__dict__.get(FORWARD)
         return (getattr, (self.part, "forward")) if own is None else (functools.partial, (own,))
 
@@ -71,9 +71,9 @@ class PartForward:
 
 
 class PartReplicas:
-    """Callable by which torch.nn.DataParallel gets a replica of `part`, a submodule of a rewritten model.
+    """Callable that makes a replica of `part`, a submodule of a rewritten model, for torch.nn.DataParallel.
 
-    A deep copy of `part` alone is not rewritten: its copy of this object has no session, and makes plain replicas.
+    In a deep copy of `part` alone, which is not rewritten, this callable has no session and makes plain replicas.
     """
 
     def __init__(self, session: Session | None, part: nn.Module) -> None:
@@ -91,13 +91,13 @@ class PartReplicas:
 def part_call(session: Session, path: str, module: nn.Module) -> Callable[..., Any]:
     """Return the function that runs if the submodule at `path` is called, as in `amp.encoder(x)`.
 
-    1. Inside a captured call of the whole model the function calls the module. Dynamo inlines the function into the graph of the model.
+    1. Inside a captured call of the whole model, the function calls the module, and Dynamo inlines both into the graph of the model.
        If the code of the caller cannot be captured and runs as written, Dynamo captures the function alone instead.
-    2. In a direct call the module runs graphs of its own, as a separate entry. The same holds inside a call of the model if Dynamo does not
-       run there, for instance in a checkpoint around code that cannot be captured.
-    3. A class that defines how its instances are copied, such as nn.LSTM or the class of a parametrized module, may copy this function with
-       the other attributes. For such a class the function is a bound method of the module. A copy of the method is bound to the copied
-       module, and runs that module's code. A pickle holds the module's own `_call_impl` instead. Other classes do not copy the function.
+    2. In a direct call, the module runs graphs of its own. The same holds inside a call of the model while Dynamo is not active, for
+       instance in a checkpoint around code that cannot be captured.
+    3. Most classes copy a module without this function. But a class that defines how its instances are copied, such as nn.LSTM, may copy
+       the function like any attribute. For such a class the function is a bound method: its copy is bound to the copied module, and
+       runs that module's code. pickle stores the module's own `_call_impl` instead of the function.
     """
 
     @torch.compiler.assume_constant_result  # type: ignore[misc]

@@ -46,10 +46,10 @@ from amprewrite.tables.errors import CaptureError, PlanError, PolicyError
 
 
 class RewrittenBase(nn.Module):
-    """Base of the classes of rewritten models. It drops low copies of weights when parameters change. Copies and pickles of a
-    rewritten model are rewritten, too.
+    """Base of the classes of rewritten models. If parameters change, it drops the low copies of weights, that is, their kept bf16 or fp16
+    casts. Copies and pickles of a rewritten model are rewritten, too.
 
-    The subclass `Rewritten` in `api/module.py` adds the public methods, such as `plan`. Functions of this file take that class as `face`.
+    The subclass `Rewritten` in `api/module.py` adds the public methods, such as `plan`. An argument `face` in this file is that class.
     """
 
     # -- changes of the parameters, after which low copies are dropped --------------
@@ -119,7 +119,7 @@ class RewrittenBase(nn.Module):
 
     # -- members of the rewritten class -------------------------------------------------
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Call the `__init_subclass__` of the original class only for classes that a user derives, because it may register the class."""
+        """Call the `__init_subclass__` of the original class, which may register the new class, only if a user derives the new class."""
         if original_of(cls) is None:
             super().__init_subclass__(**kwargs)
 
@@ -235,7 +235,7 @@ def face_of(model: nn.Module) -> type[RewrittenBase]:
 
 
 def _plain_deepcopy(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    """Return a deep copy of a `model` that is not rewritten, by the `__deepcopy__` of its class. If the class has none, copy the state."""
+    """Return a deep copy of a `model` that is not rewritten: call the `__deepcopy__` of its class, or copy the state if there is none."""
     own = getattr(super(RewrittenBase, model), "__deepcopy__", None)
     if own is not None:
         found: nn.Module = own(memo)
@@ -246,7 +246,7 @@ def _plain_deepcopy(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
 
 
 def _options_with_scale(model: nn.Module) -> Options:
-    """Return options for a copy of a model: its own options, its current loss scale and, if the model is frozen, the colours of its ops."""
+    """Return options for a copy of `model`: its own, with its current loss scale and, if it is frozen, the format chosen for each op."""
     session = session_of(model)
     agreed = NOTHING_AGREED if session.options.frozen is None else session.agreement.colours
     return replace(session.options, loss_scale=session.loss_scale, agreed=agreed)
@@ -289,7 +289,7 @@ def _unwrap(clone: nn.Module) -> None:
 
 
 def _give_own_forward(module: nn.Module, is_part: bool) -> None:
-    """Let calls of `module` run the forward from before the rewrite. `is_part`: whether the rewrite set `module.forward`."""
+    """Let calls of `module` run the forward from before the rewrite. `is_part`: the rewrite set `module.forward`, which is then removed."""
     if is_part:
         module.__dict__.pop("forward", None)
     own_forward = module.__dict__.pop(FORWARD, None)
@@ -298,10 +298,8 @@ def _give_own_forward(module: nn.Module, is_part: bool) -> None:
 
 
 def _generate_with_kept_copies(generate: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `generate` of a model's class, wrapped so that all its steps share one low copy of each weight.
-
-    The steps are captured with dynamic sizes, because the length of the cache grows at each step.
-    """
+    """Wrap `generate`, a method of a model's class: all steps of a call share one low copy (bf16 or fp16) of each weight. The steps are
+    captured with dynamic sizes, because the KV cache grows at each step."""
 
     @functools.wraps(generate)
     def generate_with_kept_copies(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -334,7 +332,7 @@ def _made_over(model: nn.Module, options: Options, face: type[RewrittenBase], ki
 
 @contextmanager
 def put_back_on_error(model: nn.Module) -> Iterator[None]:
-    """Context manager for a rewrite in place: restore `model` on an error; on success end the session of an earlier rewrite of `model`."""
+    """Context manager for a rewrite in place. On an error, restore `model`. On success, end the session of an earlier rewrite."""
     before, old = Before(model), model.__dict__.get(SESSION)
     try:
         yield
@@ -347,7 +345,7 @@ def put_back_on_error(model: nn.Module) -> Iterator[None]:
 
 
 def _retire(session: Session | None, model: nn.Module) -> None:
-    """If `session` no longer runs the calls of `model`, make it stop checking and skipping optimizer steps."""
+    """If `session` no longer runs the calls of `model`, end the checks by which `session` skips optimizer steps."""
     if session is not None and model.__dict__.get(SESSION) is not session:
         session.training.gate.retire()
 
@@ -373,7 +371,7 @@ def wrap_in_place(model: nn.Module, options: Options, face: type[RewrittenBase])
 def unwrap_in_place(model: nn.Module) -> None:
     """Turn a rewritten model back into the model before the rewrite, in place.
 
-    Raises PlanError if it was never rewritten, PolicyError if it is frozen, CaptureError if it went through `fully_shard` since.
+    Raises PlanError if it was never rewritten, PolicyError if it is frozen, CaptureError if `fully_shard` was applied after the rewrite.
     """
     session = session_of(model)
     refuse_frozen(model, "restoring it")
@@ -382,7 +380,7 @@ def unwrap_in_place(model: nn.Module) -> None:
 
 
 def _make_plain(model: nn.Module) -> None:
-    """Remove the rewrite from `model`, in place. Raises CaptureError if it went through `fully_shard` since."""
+    """Remove the rewrite from `model`, in place. Raises CaptureError if `fully_shard` was applied to `model` after the rewrite."""
     session = session_of(model)
     if original_of(type(model)) is None:
         raise CaptureError(
@@ -433,7 +431,7 @@ def _take_over(amp: nn.Module, cls: type[nn.Module], session: Session) -> None:
 
 
 def _modules_not_in(known: WeakValueDictionary[int, nn.Module], amp: nn.Module, session: Session) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the path and module of each module of `amp` that is not in `known`, and add it to `known`.
+    """Yield (path, module) for each module of `amp` that is not in `known`, and add the module to `known`.
 
     TorchScript modules are not yielded: the session lists them as modules that cannot be captured.
     """

@@ -108,10 +108,8 @@ class ScaleUse:
 
 
 class _Backward:
-    """Stands for one backward pass through the graphs of a forward. Autograd calls it at the end of the pass, and `over` becomes True.
-
-    If the pass fails, autograd frees this object and does not call it.
-    """
+    """Stands for one backward pass through the graphs of a forward. Autograd calls this object at the end of the pass: `over` becomes True.
+    If the pass fails, autograd frees the object without a call."""
 
     def __init__(self) -> None:
         self.over = False
@@ -200,7 +198,7 @@ class ForwardScale:
 
     @uncaptured
     def enter(self) -> None:
-        """When a backward first reaches this forward, decide if it uses the scale or 1, and call `entered`. Later calls do nothing."""
+        """Choose the scale or 1 when a backward first reaches this forward, and call `entered`. Later calls in this backward do nothing."""
         number = current_backward()
         if number < 0 or self.in_backward():
             return
@@ -232,10 +230,10 @@ class ForwardScale:
 
 
 def _gives_gradient(tensors: Sequence[Tensor | Node]) -> tuple[bool, bool]:
-    """Return two bools: whether the running backward stores gradients of `tensors` in `.grad`, and whether autograd.grad returns them.
+    """Return two bools: whether the running backward stores gradients of `tensors` in `.grad`, and whether autograd.grad returns gradients.
 
-    An autograd node in `tensors` stands for the tensor that it computed. If the backward ends at a computed tensor, autograd.grad returns
-    its gradient. If the backward goes on to leaves, it returns or stores their gradients. The search stops at the first stored gradient.
+    An autograd node in `tensors` stands for the tensor that it computed. If the backward does not end there, the gradients of the leaves
+    from which this tensor was computed count instead. The search stops at the first stored gradient.
     """
     taken = False
     nodes = [get_gradient_edge(each).node if isinstance(each, Tensor) else each for each in reversed(tensors)]

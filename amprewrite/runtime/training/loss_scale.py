@@ -88,8 +88,8 @@ class LossScale:
     def snapshot(self, device: torch.device | str) -> tuple[Tensor, Tensor]:
         """Return (scale, 1/scale) for one forward: 0-dim fp32 tensors on `device`, which later updates do not change.
 
-        First updates the scale by the optimizer steps since the last forward. Raises LossScaleError if a CUDA graph is being recorded
-        before the model has trained on `device`, because the state of the scale is not there yet.
+        Before that, the scale is updated by the optimizer steps since the last forward. Raises LossScaleError if a CUDA graph is being
+        recorded before the model has trained on `device`: then the state of the scale is not on `device` yet.
         """
         device = torch.device(device)
         if self._recorded is None and recording(device):
@@ -122,7 +122,7 @@ class LossScale:
     def observe(self, found_inf: Tensor, source: Hashable = None) -> None:
         """Record that the optimizer `source` stepped. `found_inf` is a 0-dim fp32 tensor, above 0 if a gradient overflowed.
 
-        The scale is updated later, once for all optimizers: at the next `snapshot`, when it is read, or when `source` steps again.
+        The scale is updated later, once for all optimizers: at the next `snapshot`, when the scale is read, or when `source` steps again.
         """
         if self._recorded is None and recording(found_inf.device):
             self._keep_addresses(found_inf.device)
@@ -172,7 +172,7 @@ class LossScale:
             self._counters = torch.where(overflow, bad, good)
 
     def _move(self, found_inf: Tensor, overflow: Tensor) -> None:
-        """Set the new scale, and clear its copies on other devices. The new scale is a new tensor: graphs may have saved the old one.
+        """Set the new scale as a new tensor, because graphs may have saved the old one. Drop the copies of the scale on other devices.
 
         The base class does nothing: its scale is constant.
         """
@@ -204,7 +204,7 @@ class LossScale:
         return known + 1 if found > 0 else 0
 
     def _waiting(self) -> float:
-        """Read the overflow flag of steps that have not updated the scale yet (a host sync): above 0 for an overflow, -1 without steps."""
+        """Read, by a host sync, the flag of steps that have not updated the scale yet: above 0 for an overflow, -1 without steps."""
         waiting = self._pending if self._recorded is None else self._recorded.mailbox
         return EMPTY if waiting is None else waiting.item()
 
@@ -300,7 +300,7 @@ class NoLossScale(LossScale):
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Ignore an empty state or the state of any loss scale, so that fp16 runs can resume in bf16. Raises PolicyError for others."""
+        """Load nothing, so that fp16 runs can resume in bf16. Raises PolicyError if `state` is neither empty nor of a loss scale."""
         if not isinstance(state, Mapping) or len(state):
             check_state(state)
 
@@ -471,7 +471,7 @@ class DynamicLossScale(LossScale):
 
     @property
     def at_floor(self) -> bool:
-        """True if the scale has reached `floor`. Reading it causes a host sync."""
+        """True if the scale has reached `floor`. If there is a floor, reading this property causes a host sync."""
         return self.floor is not None and self.number <= self.floor
 
     def stuck(self) -> bool:
@@ -532,8 +532,8 @@ class DynamicLossScale(LossScale):
 def parse_loss_scale(spec: object, fmt: str | torch.dtype | Format) -> LossScale:
     """Return the loss scale that `spec` means for the low format `fmt`.
 
-    `spec` is "auto" (dynamic for fp16, none for formats with fp32's range), "none", "dynamic", the name of a preset, a number for a
-    constant scale, or a LossScale, which is returned itself. Raises PolicyError for anything else.
+    `spec` is "auto" (dynamic for fp16, none for formats with fp32's range), "none", "dynamic", the name of a preset, or a number for a
+    constant scale. A LossScale is returned itself. Raises PolicyError for anything else.
     """
     if isinstance(spec, LossScale):
         return spec

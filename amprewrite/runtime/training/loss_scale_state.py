@@ -150,7 +150,7 @@ def reciprocal(scale: Tensor) -> Tensor:
 
 
 def host_numbers(*numbers: Tensor) -> tuple[float, ...] | None:
-    """Return the values of 0-dim CPU tensors, which can be read at once. None if one is on another device or of a tensor subclass."""
+    """Return the values of 0-dim CPU tensors, which need no host sync; None if a tensor is on another device or of a tensor subclass."""
     for number in numbers:
         if type(number) is not Tensor or not number.is_cpu:
             return None

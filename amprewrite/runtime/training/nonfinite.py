@@ -47,8 +47,8 @@ def find_nonfinite(params: Sequence[Tensor], noted: Sequence[Tensor] = (), besid
 
     Returns None if there are no gradients, and no other ranks to agree with. Raises PolicyError for an fp16 gradient: weights must be fp32.
 
-    Each rank checks its own shards. Then an all-reduce takes the maximum of the flags over all ranks that share `params`, and over the
-    process groups `beside`, whose ranks step other parameters at the same time. All ranks take part, even without gradients.
+    Each rank checks its own shards. Then an all-reduce takes the maximum of the flags over all ranks that share `params`. Another one does
+    so over each process group in `beside`, whose ranks step other parameters at the same time. All ranks take part, even without gradients.
     Unsharded gradients need no all-reduce: DDP averages them, so an infinity of one rank is on all ranks.
     """
     groups = dict[int, Group]()
@@ -78,9 +78,9 @@ def find_nonfinite(params: Sequence[Tensor], noted: Sequence[Tensor] = (), besid
 
 
 def found_after_backward(params: Sequence[Tensor], apart: bool) -> tuple[Tensor | None, Tensor | None]:
-    """Return two overflow flags, each above 0 if gradients of `params` on this rank are not finite. A flag that covers none is None.
+    """Return two overflow flags for gradients of `params` on this rank: above 0 for inf or NaN, None if a flag covers no gradients.
 
-    On a single rank the first flag covers all gradients. If several ranks train, it covers sharded gradients. The second then covers
+    On a single rank the first flag covers all gradients. If several ranks train, the first flag covers sharded gradients. The second covers
     unsharded gradients, if `apart` is True and no CUDA graph is being recorded. Infinities in unsharded gradients become NaN, in place.
     """
     dense: list[Tensor] = []
@@ -161,14 +161,14 @@ def _flag(value: float, device: torch.device) -> Tensor:
 
 @functools.cache
 def _kept_one(device: torch.device) -> Tensor:
-    """Return 1.0 as a 0-dim tensor on `device`. Callers share it and must not write to it, nor read it while a CUDA graph is recorded."""
+    """Return a 0-dim tensor 1.0 on `device` that all callers share. Do not write to it. Do not read it while a CUDA graph is recorded."""
     return _flag(1.0, device)
 
 
 def sharing(params: Iterable[Tensor]) -> dict[int, dict[int, Group]]:
     """Return the process groups over which parameters are sharded: {id of the parameter: {id of the group: `Group`}}.
 
-    Parameters in `params` that are not sharded are missing.
+    Parameters in `params` that are not sharded have no entry.
     """
     special = [p for p in params if type(p) is not torch.nn.Parameter or "_fsdp_flattened" in p.__dict__]
     return {id(p): groups for p in special if (groups := _groups_of(p))} if special else {}
@@ -195,8 +195,8 @@ def is_finite(gradient: Tensor) -> bool:
 def local_values(gradient: Tensor) -> Tensor:
     """Return the values of `gradient` on this rank as a dense, real tensor.
 
-    The result is the local shard of a DTensor, the summed values of a sparse tensor, and a view of a complex tensor as pairs of real
-    numbers. In the view of a lazy conjugate, the imaginary parts have the opposite sign.
+    The result is the local shard of a DTensor, the summed values of a sparse tensor, or a view of a complex tensor as pairs of real
+    numbers. If a complex tensor is conjugated lazily, the view shows the stored numbers: imaginary parts with the opposite sign.
     """
     gradient = local_part(gradient)
     if gradient.is_sparse:

@@ -147,7 +147,7 @@ class OverflowProbe:
 class LatestInputs:
     """Remembers the inputs of a graph's latest call, by weak references, so that the graph can run once more.
 
-    Only single numbers (0-dim tensors without gradients) are kept alive, because Dynamo may make such a tensor and keep no reference.
+    Only numbers (Python numbers, 0-dim tensors without gradients) are kept alive: Dynamo may make such a tensor and keep no reference.
     """
 
     def __init__(self, plan: RegionPlan, module: torch.fx.GraphModule) -> None:
@@ -163,7 +163,7 @@ class LatestInputs:
     def taking_gradients(self, inputs: Sequence[Any]) -> tuple[list[Tensor], list[Tensor]]:
         """Return the tensors in `inputs` that require gradients, as (parameters and buffers, all other tensors).
 
-        `inputs` are those of one call of the captured graph, without the two that the rewritten graph adds: loss scale and inverse.
+        `inputs`: the inputs of one call, without the last two inputs of the rewritten graph, which are the loss scale and its inverse.
         """
         learning = list(filter(_LEARNS, map(inputs.__getitem__, self._own)))
         return learning, [t for at in self._fed if at < len(inputs) and isinstance(t := inputs[at], Tensor) and t.requires_grad]

@@ -117,7 +117,7 @@ class StepRecord:
     def noted(self, optimizer: Optimizer) -> Noted:
         """Return the object that holds the overflow flags of the gradients of `optimizer`.
 
-        An optimizer that is unknown, or that steps copies of the parameters, gets the `Noted` of all parameters without a known optimizer.
+        If `optimizer` is unknown, or steps copies of the parameters, return the object for all parameters without a known optimizer.
         """
         if optimizer not in self._copies:
             for note in self._notes:
@@ -138,8 +138,8 @@ class StepRecord:
     def stepped(self, optimizer: Optimizer, overflow: bool | None) -> None:
         """Record a step of `optimizer`. Raises LossScaleError if too many steps in a row overflowed.
 
-        `overflow`: whether the step overflowed; None if the host has not read the flag of the step. With None, the host reads the loss
-        scale's count of skips from the device after `max_consecutive_skips` steps, or sooner if its last reading was above 0.
+        `overflow`: whether the step overflowed; None if the host has not read the step's flag. Then the host reads the number of skips in a
+        row from the device only after `max_consecutive_skips` steps. It does so sooner if the last such number was above 0.
         """
         self.use.step()
         self._stepped = True
@@ -148,9 +148,9 @@ class StepRecord:
     def dropped(self, note: Noted, flag: Tensor | None) -> None:
         """Count an overflow whose gradients the training loop discarded without a step, for instance because their norm was not finite.
 
-        `flag`: the overflow flag of the discarded gradients, None if there is none. The first discard after a step never counts (with
-        several ranks the first two): a loop may compute gradients that are not meant for a step. Each further discard with an overflow
-        counts as a skipped step. Otherwise the loss scale would never shrink in a loop that discards all overflowed gradients.
+        `flag`: the overflow flag of the discarded gradients, None if there is none. The overflow counts as a skipped step: otherwise
+        the loss scale would never shrink in a loop that discards all overflowed gradients. But the first discard after a step does not
+        count (with several ranks the first two), because a loop may compute gradients that are not meant for a step.
         """
         optimizer = note.owner()
         if flag is None or optimizer is None or self._stepped or self.use.unscaled or recording(flag.device):
@@ -189,8 +189,8 @@ class StepRecord:
     def _learn(self, number: int, overflow: bool) -> None:
         """Record whether the latest step overflowed (`overflow`), once the host knows. `number`: the id of the optimizer that stepped.
 
-        Calls `on_overflow` if the step overflowed. After an overflow, calls `on_clean` when the optimizer that overflowed, or another one
-        for the second time, steps without overflow. A report of the loss scale may also call this method (`LossScale.ask`).
+        Calls `on_overflow` after a step that overflowed. Then calls `on_clean` once: when the optimizer of that step has made a step
+        without overflow, or another optimizer has made two. A report of the loss scale may also call this method (`LossScale.ask`).
         """
         self.loss_scale.ask = None
         if overflow:
@@ -296,9 +296,9 @@ class BackwardEnd:
 class Noted:
     """Remembers whether backward passes of one model left inf or NaN in gradients of one optimizer, or of parameters without an optimizer.
 
-    Each backward pass gives one overflow flag, a tensor that stays on the device. A CUDA graph merges its flags into one tensor, to which
-    its replays write, too. Without a CUDA graph, a flag may count at several steps, until its gradients are discarded. Once a CUDA
-    graph was recorded, each flag counts at one step only, because the host does not see replays.
+    Each backward pass gives one overflow flag, a tensor that stays on the device. A flag may count at several steps, until its gradients
+    are discarded. Once a CUDA graph was recorded, each flag counts at one step only, because the host does not see the graph's replays.
+    The flags of a CUDA graph and its replays are merged into one tensor.
     """
 
     def __init__(self, optimizer: Optimizer | None = None) -> None:
@@ -353,9 +353,8 @@ class Noted:
     def began(self, params: Iterable[Tensor], stepped: bool = False) -> Tensor | None:
         """Drop the overflow flags of gradients that the training loop has discarded. Call this when a forward or a backward begins.
 
-        If all gradients are None now, returns the overflow flag that no step has read; None if there is no such flag.
-
-        `params` are the parameters to which the gradients belong. `stepped`: an optimizer of the model has stepped since the last backward.
+        If all gradients are None now, return the overflow flag that no step has read, if there is one. Otherwise return None.
+        `params`: the parameters of these gradients. `stepped`: an optimizer of the model has stepped since the last backward.
         """
         gradients = [p.grad for p in params if p.grad is not None]
         dropped: list[Tensor] = []
@@ -375,7 +374,7 @@ class Noted:
     def due(self, params: Iterable[Tensor]) -> list[Tensor]:
         """Return the overflow flags that decide if an optimizer step of `params` is skipped: 0-dim fp32 tensors, above 0 for an overflow.
 
-        The flag of an earlier step is included if gradients of that step still exist; otherwise it is dropped.
+        They include the flag of an earlier step, if gradients of that step still exist. If none exists, that flag is dropped.
         """
         flags = self._unheard()
         if self._heard is not None:
@@ -389,7 +388,7 @@ class Noted:
     def heard(self, flag: Tensor, overflow: bool | None, params: Iterable[Tensor]) -> None:
         """Record that an optimizer step has read all overflow flags. `params` are the parameters of the optimizer.
 
-        `flag`: a tensor above 0 if the step overflowed. `overflow`: True or False for the same; None if the host has not read `flag`.
+        `flag`: a tensor above 0 if the step overflowed. `overflow`: the same as a bool; None if the host has not read `flag`.
         """
         self.discards, self._apart = 0, None
         known, ended = self._heard is not None, self._ended
@@ -431,7 +430,7 @@ class Noted:
         return flags
 
     def _still_there(self, gradients: Sequence[Tensor]) -> bool:
-        """True if remembered gradients (`_there`) may still exist: one of `gradients` lies in their memory, which was not freed since."""
+        """True if gradients that this object remembers may still exist: one of `gradients` lies in their memory, which was not freed."""
         return any((known := self._there.get(address)) is not None and not known.expired() for address in map(_address, gradients))
 
 
@@ -445,6 +444,6 @@ def _address(gradient: Tensor) -> int:
 
 
 def _values(gradient: Tensor) -> Tensor:
-    """Return the tensor that stores the values of `gradient` on this rank: the local shard, the values of a sparse tensor, or itself."""
+    """Return the tensor that stores this rank's values of `gradient`: a local shard, a sparse tensor's values, or `gradient` itself."""
     gradient = local_part(gradient)
     return gradient._values() if gradient.is_sparse else gradient  # not `coalesce().values()`: `coalesce` returns a copy in other memory

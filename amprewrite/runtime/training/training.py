@@ -52,7 +52,7 @@ from amprewrite.torch_internals.trees import tree_leaves
 
 @dataclass(eq=False)
 class StepGate(StepRecord):
-    """Skips the optimizer steps of one model whose gradients overflowed, and updates the loss scale after each step."""
+    """Skips an optimizer step of one model if gradients overflowed, and updates the loss scale after each step."""
 
     on_unscaled: Callable[[Sequence[Tensor]], None] | None = None
     """Called when the model seems to be trained although no optimizer is known. The argument is the list of weights that get gradients."""
@@ -133,8 +133,8 @@ class StepGate(StepRecord):
     def heard(self, number: int, weights: Sequence[Tensor]) -> None:
         """Count a backward pass that gives `weights` gradients, if `listens` is True. `number` is autograd's id of the pass.
 
-        Once a few passes are counted, search the process for an optimizer of the model again. If there is none, call `on_unscaled`, once
-        only: it warns the user that gradients are not scaled, because no optimizer is known.
+        Once a few passes are counted, search the process again for the model's optimizer. If there is none, call `on_unscaled`, once only:
+        it warns the user that gradients are not scaled, because no optimizer is known.
         """
         if self.listens and self._alone.enough(number, weights, self.use.evaluates):
             for optimizer in existing_optimizers():
@@ -176,9 +176,9 @@ class StepGate(StepRecord):
     def _backward_began(self) -> None:
         """Drop the overflow flags of gradients that the training loop has discarded. Call this when a backward begins.
 
-        The method looks at gradients of the model's own parameters alone: the optimizer may also hold parameters of a head outside the
-        model, to which this backward may have given new gradients already. Raises LossScaleError if a GradScaler has handled an optimizer
-        of this model since the previous backward.
+        Only parameters of the model itself are examined. The optimizer may also hold parameters of a head outside the model, which may have
+        got new gradients from this backward already. Raises LossScaleError if a GradScaler has handled an optimizer of this model since the
+        previous backward.
         """
         self._scalers.refuse(self._guarded)
         for note in self._notes:
@@ -214,7 +214,7 @@ class StepGate(StepRecord):
             self._rest.ended([*rest, *self._copied()] if moved else rest)
 
     def _share(self, note: Noted) -> list[Tensor]:
-        """Return the parameters of the optimizer of `note`. Without an optimizer: all parameters of the model, and `_copied()`."""
+        """Return the parameters of the optimizer of `note`. If it has none, return the model's parameters and their copies (`_copied`)."""
         optimizer = note.owner()
         return [*self.parameters(), *self._copied()] if optimizer is None else guard_of(optimizer).share(self)
 
@@ -319,7 +319,7 @@ class Training:
             self.gate.forward_began()
 
     def forward_scale(self, device: torch.device, learns: bool = False) -> ForwardScale:
-        """Return the loss scale of the running forward. All graphs of the forward share it; the first call creates it, on `device`.
+        """Return the loss scale of the running forward. The first call in a forward creates it, on `device`; later calls return it.
 
         `learns`: a parameter requires gradients; if False, the parameters are searched for one. A recomputation in a backward (activation
         checkpoint) gets the scale of the forward that this backward reached most recently.

@@ -64,8 +64,8 @@ def check_freezable(model: nn.Module) -> None:
 def freeze_weights(model: nn.Module, reads: Iterable[Reads], shared: bool) -> tuple[str, ...]:
     """Replace, in place, the parameters of `model` by the copies that its graphs read. `reads` says for each graph how it reads weights.
 
-    If another model has the same parameters and buffers (`shared`), values that stay fp32, and buffers, are copied. As long as the other
-    model exists, these copies take memory in addition to its own tensors. Returns the names of the parameters that stay fp32 and required
+    If another model has the same parameters and buffers (`shared`), `model` gets copies of its buffers and of values that stay fp32. These
+    copies take additional memory as long as the other model exists. Returns the names of the parameters that stay fp32 and required
     gradients until now.
     """
     weights = dict(named_parameters_in(model, remove_duplicate=False))
@@ -155,9 +155,9 @@ def _places(model: nn.Module, weight: Tensor) -> Iterator[tuple[nn.Module, str]]
 def unfreeze_weights(model: nn.Module, took: tuple[str, ...], values: Mapping[str, Any] | None) -> list[str]:
     """Make the parameters of a frozen model fp32 again, in place, and return the names of the weights whose values stay rounded.
 
-    `values`: a state dict with the fp32 values. If it has buffers or parameters that stayed fp32, these are set, too. If `values` is None,
-    each weight gets the fp32 values that it kept, or its low values cast to fp32. `took`: names of parameters that stayed fp32 and shall
-    require gradients again. Raises PlanError, before any change, if `values` lacks a frozen weight or has a tensor in another shape.
+    `values`: a state dict with the fp32 values. Buffers and other parameters in it are loaded, too. If `values` is None, each weight gets
+    the fp32 values that it kept, or its low values cast to fp32. `took`: names of parameters that stayed fp32 and shall require gradients
+    again. Raises PlanError, before any change, if `values` lacks a frozen weight or has a tensor in another shape.
     """
     frozen = frozen_in(model)
     names: dict[int, list[str]] = {}
@@ -223,7 +223,7 @@ def refuse_training(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str
 
 
 def lost_values(model: nn.Module, reads: Reads, place: str) -> str:
-    """Return the warning that a graph reads weights in fp32 whose fp32 values freezing has dropped; "" if it reads none.
+    """Return the warning that a graph reads weights in fp32 although freezing has dropped their fp32 values; "" if it reads no such weight.
 
     `reads`: how the graph reads the weights. `place`: the name of the captured code, for the message.
     """
@@ -242,7 +242,7 @@ def lost_values(model: nn.Module, reads: Reads, place: str) -> str:
 def without_frozen_weights(model: nn.Module, change: Callable[[Tensor], Tensor]) -> Iterator[None]:
     """Context manager that hides the frozen weights of a model from code that changes all its tensors, such as `to(device)`.
 
-    After the `with` block, it applies `change` to each frozen weight, once, and puts the result in its place.
+    After the `with` block, each frozen weight is replaced by `change(weight)`, which is called once for each weight.
     """
     frozen = {id(each): each for each in frozen_in(model).values()}
     held = [(*place, each) for each in frozen.values() for place in _places(model, each)]
@@ -288,13 +288,13 @@ def frozen_weights_note(model: nn.Module) -> str:
 
 # -- state dicts ----------------------------------------------------------------------------
 def brings_fp32(model: nn.Module, state: Mapping[str, Any]) -> bool:
-    """True if `state` has a frozen weight in another dtype than the state dict of `model` has, for example in fp32 instead of bf16."""
+    """True if `state` has a frozen weight in another dtype than the state dict of `model` would, for example in fp32 instead of bf16."""
     frozen = frozen_in(model)
     return any(name in state and getattr(state[name], "dtype", None) != each.low_dtype for name, each in frozen.items())
 
 
 def not_brought(model: nn.Module, state: Mapping[str, Any]) -> set[str]:
-    """Return the names of the frozen weights of `model` for which `state` has no tensor of the same shape, under any name of the weight."""
+    """Return the names of the frozen weights of `model` that `state` lacks: it has no tensor of the same shape under any of their names."""
     frozen = frozen_in(model)
     brought = {id(each) for name, each in frozen.items() if getattr(state.get(name), "shape", None) == each.shape}
     return {name for name, each in frozen.items() if id(each) not in brought}

@@ -132,7 +132,7 @@ def is_half(value: Any) -> bool:
 
 
 def _has_fields(value: Any) -> bool:
-    """True if `value` is a dataclass, a namespace or a UserDict that keeps its members in a `__dict__`."""
+    """True if `value` is a dataclass, a namespace or a UserDict, and keeps its members in a `__dict__`."""
     known = isinstance(value, SimpleNamespace | UserDict) or (is_dataclass(value) and not isinstance(value, type | nn.Module))
     return known and hasattr(value, "__dict__")
 
@@ -178,7 +178,7 @@ class Widened:
 
     Half tensors in lists, tuples, dicts and dataclasses are replaced, too. A tuple is copied. Any other container is changed in place,
     because the model may add to it: it holds the fp32 copies inside the `with` block, and the half tensors again afterwards. If the model
-    writes to an fp32 copy, the values are copied into the half tensor at the end, which also takes a new shape, as of `unsqueeze_`.
+    writes to an fp32 copy, the half tensor gets the new values at the end. It also gets a new shape, for example after `unsqueeze_`.
     """
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -213,7 +213,7 @@ class Widened:
                     half.copy_(wide)
 
     def _wide(self, value: Any) -> Any:
-        """Return the fp32 copy of a half tensor, a new tuple for a tuple that holds half tensors, and anything else itself.
+        """Return the fp32 copy of a half tensor; for a tuple that holds half tensors, a new tuple. Return any other value itself.
 
         If a list, dict or dataclass holds half tensors, `_items` records which of its items the `with` block must replace.
         """
@@ -238,7 +238,7 @@ class Widened:
 
 
 def _counted(half: Tensor) -> Tensor:
-    """Return `half` as an fp32 tensor with a version counter, which a tensor made in inference mode lacks."""
+    """Return an fp32 copy of `half` that has a version counter even in inference mode. The counter tells if code writes to the copy."""
     if not torch.is_inference_mode_enabled():
         return half.float()
     with torch.inference_mode(False), torch.no_grad():
@@ -246,7 +246,7 @@ def _counted(half: Tensor) -> Tensor:
 
 
 def note_half_inputs(error: Exception, model: nn.Module, inputs: Any) -> None:
-    """Add a note to `error` if an fp32 model got half `inputs`. The error was raised by a call that Dynamo failed to capture."""
+    """Add a note to `error` if an fp32 `model` got half `inputs`. A call that Dynamo failed to capture raised `error`."""
     if half_beside_fp32(model, inputs) and not hasattr(error, "__notes__"):
         half = {each.dtype for each in filter(is_half, _leaves(inputs))}
         formats = " and ".join(sorted(map(dtype_name, half)))

@@ -38,7 +38,7 @@ from amprewrite.tables.formats import Format
 
 @dataclass(frozen=True)
 class WeightReads:
-    """The paths of the weights that one graph reads, by how it reads them.
+    """The paths of the weights that one graph reads. Two sets, `low` and `full`, say how the graph reads them.
 
     `low`: weights that the graph casts to the low format and reads in no other way. `full`: all other weights that it reads.
     """
@@ -53,7 +53,7 @@ class WeightReads:
 
 
 class RoundedRead(CaptureError):
-    """Raised if code may need fp32 values of weights that are rounded, because FSDP2 gathers them in the low format (`gather_low`).
+    """Raised if code may need fp32 values of a weight that is rounded: after `gather_low`, FSDP2 gathers weights in the low format.
 
     The checks of `ReadChecks` raise it. Captured graphs stay valid.
     """
@@ -61,9 +61,9 @@ class RoundedRead(CaptureError):
 
 @dataclass
 class ReadChecks:
-    """Functions that raise RoundedRead if a graph or a call of one model reads rounded weights in fp32.
+    """Functions that check whether a model reads rounded weights in fp32, and raise RoundedRead if it does.
 
-    The function `gather_low` adds them, because it makes FSDP2 gather weights in the low format: the gathered weights are rounded.
+    `gather_low` adds these functions. It makes FSDP2 gather weights in the low format, so the gathered weights are rounded.
     """
 
     graphs: tuple[Callable[[WeightReads, str], None], ...] = ()
@@ -75,9 +75,9 @@ class ReadChecks:
 
 
 def weight_reads(emitted: Emitted, inputs: Sequence[Any], root: nn.Module) -> WeightReads:
-    """Return how a graph reads each weight of `root` among its `inputs`: cast to the low format, in fp32, or both.
+    """Return how a graph reads the weights of the model `root`: cast to the low format, in fp32, or both.
 
-    `emitted`: the rewritten graph as a callable.
+    `emitted` is the rewritten graph as a callable. `inputs` are the inputs of the graph, which include the weights.
     """
     names: dict[int, list[str]] = {}
     for name, weight in named_parameters_in(root, remove_duplicate=False):
@@ -110,18 +110,18 @@ class Known:
     """The misfits (too large, or all flushed to zero) that keep an op that reads the weight in fp32."""
 
     def judged(self, size: float, low: Format) -> Fit:
-        """Return how a weight whose largest magnitude is `size` fits the low format.
+        """Return how a weight whose largest magnitude is `size` fits the low format: it fits, is too large, or is flushed to zero.
 
-        A misfit that is not in `bounds` counts as `Fit.FITS`, because it keeps no op in fp32.
+        Only the misfits in `bounds` count, because they keep an op in fp32. For any other misfit return `Fit.FITS`.
         """
         found = fit(size, low)
         return found if found in self.bounds else Fit.FITS
 
 
 def known_weights(captured: Captured, inputs: Sequence[Any], root: nn.Module) -> list[Known]:
-    """Return the weights among the `inputs` of a captured graph whose fit to the low format must be checked again later (by `moved`).
+    """Return the weights among the `inputs` of a captured graph whose fit to the low format `moved` must check again later.
 
-    A weight is left out if a misfit would keep no op in fp32, or if its largest value is not in `captured.problem.magnitudes`.
+    A weight is left out if no op's format depends on its fit, or if its largest value is not in `captured.problem.magnitudes`.
     """
     sizes, low = captured.problem.magnitudes, captured.problem.policy.low
     own = weights_by_path(root)
@@ -135,7 +135,7 @@ def known_weights(captured: Captured, inputs: Sequence[Any], root: nn.Module) ->
 
 
 def _bounds(captured: Captured, name: str) -> Iterator[Fit]:
-    """Yield the misfits (too large, or all flushed to zero) by which the weight `name` would keep an op in fp32.
+    """Yield the misfits, too large or all flushed to zero, because of which an op that reads the weight `name` would stay fp32.
 
     Ops in the body graphs of checkpoints count as well.
     """
@@ -161,11 +161,10 @@ def weights_by_path(root: nn.Module) -> dict[str, Tensor]:
 
 
 def moved(known: Iterable[Known], weights: Mapping[str, Tensor], low: Format) -> list[tuple[str, Fit]]:
-    """Find the weights in `known` whose fit to the low format (fits, too large, or flushed to zero) has changed since capture.
+    """Return (note for the plan, present `Fit`) for each weight in `known` whose fit to the low format has changed since capture.
 
-    Returns (note for the plan, present `Fit`) for each. `weights`: the present weights by path. Of a weight that is sharded over ranks,
-    only the local shard is read. So for such a weight only the change to "too large" counts. Returns [] while a CUDA graph is being
-    recorded, because the check needs a host sync.
+    `weights` has the present weights by path. If a weight is sharded over ranks, only the local shard is read, so only a change to "too
+    large" counts. Returns [] while a CUDA graph is being recorded, because the check needs a host sync.
     """
     now = [(each, weights.get(each.name) if each.reference is None else each.reference()) for each in known]
     here = [(each, tensor, part) for each, tensor in now if tensor is not None and (part := _readable(tensor)) is not None]

@@ -32,9 +32,9 @@ def shown(value: object, most: int = 80) -> str:
 
 
 def did_you_mean(word: str, known: Iterable[str], otherwise: str = "", *, likeness: float = 0.4, most: int = 3, scope: str = "") -> str:
-    """Return the end of an error message about an unknown word: the nearest known words, each with the prefix `scope`; `otherwise` if none.
+    """Return a question that names the words of `known` most similar to `word`, to end an error message; `otherwise` if none is similar.
 
-    `likeness`, from 0 to 1, is the least similarity, and `most` the largest number of words.
+    At most `most` words are named, each after the prefix `scope`. Their similarity is at least `likeness`, a number from 0 to 1.
 
         >>> did_you_mean("relo", ["relu", "gelu", "tanh"], likeness=0.6)
         '; did you mean relu?'

@@ -252,7 +252,7 @@ def sweep(folder: Path) -> None:
 
 
 def _is_left_over(path: Path) -> bool:
-    """True if the process that made a scratch file has ended. For processes of other machines the file's age decides."""
+    """True if the process that made a scratch file has ended. If it ran on another machine: True if the file is over an hour old."""
     parts = path.name.removeprefix(MARK).split("-")
     if len(parts) != 4 or not parts[1].isdigit():
         return False

@@ -89,10 +89,9 @@ def _members(model: nn.Module, table: str, method: str, remove_duplicate: bool) 
 
 
 def _registered(model: nn.Module, table: str, remove_duplicate: bool) -> tuple[list[tuple[str, Any]], set[int]]:
-    """Return (name, member) for the members of all registered modules of `model`, and the set of the ids of these members.
+    """Return two items: a list of (name, member) for each member that `model` or a module in it registers, and the set of their ids.
 
-    `table` is the attribute of a module that holds its members, such as "_parameters". With `remove_duplicate` a shared member is listed
-    once.
+    `table` is the attribute that holds a module's members, such as "_parameters". With `remove_duplicate` a shared member is listed once.
     """
     found, known = list[tuple[str, Any]](), set[int]()
     for path, module in named_modules_in(model, remove_duplicate):

@@ -45,7 +45,7 @@ ROWS = tuple(with_traits((*allow.ROWS, *internal.ROWS, *infer.ROWS, *clear.ROWS,
 
 
 def index_rows(rows: Iterable[Op]) -> tuple[dict[str, Op], dict[str, Op]]:
-    """Return (rows by name, rows by name or spelling). Raises OpListError if two rows have a name or spelling in common."""
+    """Return two dicts, {name: row} and {name or other spelling: row}. Raises OpListError if two rows have a name or spelling in common."""
     by_name: dict[str, Op] = {}
     by_word: dict[str, Op] = {}
     for row in rows:
@@ -118,7 +118,7 @@ _PREFIXES = {
 
 
 def _operator_name(bare: str) -> str:
-    """Return amprewrite's name of a Python operator. `bare` is such as "iadd", from `operator.iadd` or the special method `__iadd__`."""
+    """Return amprewrite's name of a Python operator. `bare` is the operator's bare name: "iadd" for `operator.iadd` or `__iadd__`."""
     if bare == "rsub":
         return "rsub"
     if (bare[:1] == "r" and bare[1:] in _REFLECTED) or (bare[:1] == "i" and bare[1:] in _INPLACE):
@@ -128,7 +128,7 @@ def _operator_name(bare: str) -> str:
 
 @cache
 def _method_name(name: str) -> str:
-    """Return amprewrite's name of the Tensor method or function `name`; if it has none, `name` without an in-place underscore."""
+    """Return amprewrite's name of the Tensor method or function `name`. If it has none, return `name` without an in-place underscore."""
     if name.startswith("__") and name.endswith("__"):
         if name in _BY_WORD:
             return _BY_WORD[name].name
@@ -172,7 +172,7 @@ def _target_name(target: Any, name: str) -> str:
 
 
 def _schema_name(qualified: str) -> str:
-    """Return amprewrite's name of an operator such as "aten::add_". Operators of libraries other than aten and prims keep their name."""
+    """Return amprewrite's name of an operator: "add" for "aten::add_". For libraries other than aten and prims it is `qualified` itself."""
     library, _, name = qualified.partition("::")
     return _method_name(name) if library in ("aten", "prims") else qualified
 
@@ -258,7 +258,10 @@ class OpLists:
         internal: Iterable[str] = (),
         rule: Rule = "cost",
     ) -> OpLists:
-        """Return op lists that give each kind to the ops named in its argument. Raises OpListError if an op is unknown or has two kinds."""
+        """Return op lists: ops named in the argument `allow` get the kind ALLOW, and likewise for the other kinds.
+
+        Raises OpListError if an op is unknown, or is named in two of these arguments.
+        """
         kinds: dict[str, OpKind] = {}
         sets = {OpKind.ALLOW: allow, OpKind.INFER: infer, OpKind.CLEAR: clear, OpKind.DENY: deny, OpKind.INTERNAL: internal}
         for kind, ops in sets.items():
@@ -296,9 +299,9 @@ def _o3(fmt: Format, device: str) -> OpLists:
 
 
 def _all_low() -> dict[str, OpKind]:
-    """Return {op name: kind}: all ops are allowed except `binary_cross_entropy`. It is denied, because Apex refuses it in fp16, too.
+    """Return {op name: kind} for presets that run everything low: the kind is ALLOW, except DENY for `binary_cross_entropy`.
 
-    This loss computes 1 - p of a probability p, which a low format rounds to 0 if p is near 1. Its backward may divide by 1e-12.
+    Apex refuses this loss in fp16. Its term 1 - p is 0 if a low format rounds the probability p to 1. Its backward may divide by 1e-12.
     """
     return dict.fromkeys(OPS, OpKind.ALLOW) | {"binary_cross_entropy": OpKind.DENY}
 

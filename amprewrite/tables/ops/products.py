@@ -39,7 +39,7 @@ def sums_products(equation: str) -> bool:
 
 
 def pair_flops(left: Shape, right: Shape, result: Shape) -> int:
-    """Return the FLOPs of a product of two operands that have no dims in common except the summed dims. The arguments are shapes."""
+    """Return the FLOPs of a product of two operands, from the three shapes. The operands share no dims except the summed dims."""
     summed = math.isqrt(math.prod(left) * math.prod(right) // max(math.prod(result), 1))
     return 2 * math.prod(result) * summed
 
@@ -68,10 +68,10 @@ def _spelled(term: str, rank: int) -> str:
 
 
 def _steps(terms: list[set[str]], wanted: set[str]) -> Iterator[tuple[set[str], set[str], set[str]]]:
-    """Split an einsum into products of two operands. Yield (letters of the left operand, of the right operand, letters needed later).
+    """Split an einsum into products of two operands. For each, yield (letters of the left operand, of the right operand, needed later).
 
-    The left operand is the product of all operands so far. A letter is needed later if an operand still to come has it, or the result of
-    the einsum (`wanted`). `terms` holds the letters of each operand.
+    The left operand is the product of all operands so far. A letter is needed later if a later operand has it, or the result of the einsum
+    (`wanted`). `terms` holds the letters of each operand.
     """
     there = terms[0]
     for place, term in enumerate(terms[1:], 1):

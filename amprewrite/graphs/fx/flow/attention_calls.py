@@ -131,7 +131,7 @@ _HANDS_LAYOUT_ON = ops_with(Trait.HANDS_LAYOUT_ON)
 
 
 def read_strided_masks(graph: torch.fx.Graph) -> dict[torch.fx.Node, list[torch.fx.Node]]:
-    """Return {value: attention calls that could use a fused kernel if the graph read a contiguous copy of the value instead of the value}.
+    """Return {value: the attention calls that could use a fused kernel if a contiguous copy replaced the value}.
 
     The value is the mask of these calls, or an earlier value from which the mask has its strides. Fused kernels take only queries of four
     dims, and only masks that are boolean or of the queries' dtype. Masks to which the graph writes are left out.
@@ -167,8 +167,8 @@ def _step(node: torch.fx.Node) -> Any:
 def _first(mask: torch.fx.Node, written: set[int], returned: set[int]) -> torch.fx.Node:
     """Return the earliest value from which `mask` has its strides: ops such as `add` give their result the strides of their operand.
 
-    The search goes back from `mask`. It stops before a value to which the graph writes, because a copy would miss the write, and at a value
-    that the graph returns, because a result must keep its strides.
+    The search goes back from `mask`. It never selects a value to which the graph writes, because a copy would miss the write. It goes back
+    no further than a value that the graph returns, because a result must keep its strides.
     """
     node = mask
     while op_name(node.target) in _HANDS_LAYOUT_ON and returned.isdisjoint(memory_of(node)):

@@ -47,7 +47,7 @@ class FarNumbers(MaskRules[torch.fx.Node]):
         """The values of `sides` whose constants some op may compute with. Constants in other values only block positions of masks."""
 
     def reads(self, value: torch.fx.Node) -> Iterator[Read[torch.fx.Node]]:
-        """Yield a `Read` for each op that reads `value`. It says how the op treats numbers beyond the low format's range.
+        """Yield a `Read` for each use of `value` as an operand. It says how the op treats numbers beyond the low format's range.
 
         An in-place op gives two, one for each of its results: the value that it returns, and the tensor to which it writes. For an op that
         the op table lacks, the `Read` has only defaults, to which no rule applies. The call of an activation checkpoint gives none.
@@ -88,7 +88,7 @@ class FarNumbers(MaskRules[torch.fx.Node]):
                 self.computed_with.add(node)
 
     def _written_down(self, fact: Fact) -> tuple[frozenset[int], float]:
-        """Return (signs, largest magnitude) of the numbers beyond the low format's range that an op's constants put in its result.
+        """Return (signs, largest magnitude) of the far numbers (beyond the low format's range) that an op's constants put in its result.
 
         The op fills a tensor with such a constant, adds it to an operand, or multiplies a mask by it. A sum or product gets both signs,
         because the sign of its result is not known. Without such constants there are no signs, and the magnitude is 0.
@@ -102,7 +102,7 @@ class FarNumbers(MaskRules[torch.fx.Node]):
         return frozenset(), 0.0
 
     def _handed_on(self, given: torch.fx.Node, fact: Fact) -> tuple[frozenset[int], float]:
-        """Return (signs, largest magnitude) of the constants beyond the range that the op passes on from its operand `given` to its result.
+        """Return (signs, largest magnitude) of the far constants (beyond the range) that the op passes from operand `given` to its result.
 
         If the op passes no such constant on, the set of signs is empty.
         """
@@ -119,9 +119,9 @@ class FarNumbers(MaskRules[torch.fx.Node]):
     def pin(self, fact: Fact) -> tuple[Colour, Reason, str] | None:
         """Return (high, reason, detail), to force the op to fp32, if a constant does not fit the low format; otherwise None.
 
-        A constant argument does not fit if it exceeds the range and may not be clamped to ±max, or if it becomes zero in an op for which
-        zero matters, such as `div`. A factor does not fit if its product with an ordinary activation (`_ORDINARY`, 64) exceeds the range,
-        or if it scales 1 to less than the smallest normal number, where bits are lost. An operand does not fit if it holds constants beyond
+        A constant argument does not fit if it becomes zero in an op for which zero matters, such as `div`, or if it exceeds the range and
+        cannot be clamped to ±max. A factor does not fit if an ordinary activation (`_ORDINARY`, 64) times the factor exceeds the range, or
+        if 1 times the factor is below the smallest normal number, where bits are lost. An operand does not fit if it holds constants beyond
         the range and an op may compute with them, instead of using them as a mask.
         """
         low = self.low
@@ -143,8 +143,8 @@ class FarNumbers(MaskRules[torch.fx.Node]):
     def _becomes_end(self, fact: Fact, constant: float) -> bool:
         """True if the op may run low with its argument `constant` clamped to ±max, the end of the low format's range.
 
-        The argument must be a bound, as of `clamp`, or a number that blocks positions, as in a mask. It must not be an integer, because no
-        pass edits integers.
+        The argument must be a bound, as of `clamp`, whose clamping changes no result, or a number that blocks positions, as in a mask. It
+        must not be an integer, because no pass edits integers.
         """
         if type(constant) is int:
             return False
@@ -212,9 +212,9 @@ def _bounds(op: str, node: torch.fx.Node) -> Iterator[tuple[Any, bool]]:
 def _read(node: torch.fx.Node, user: torch.fx.Node, row: Op, made: torch.fx.Node, place: int) -> Read[torch.fx.Node]:
     """Return a `Read`, which says how the op `user` treats constants beyond the low format's range in its operand `node`.
 
-    `place` is the position of the operand, and `row` the op's row in the op tables. `made` is the result that the `Read` is about: `user`
-    itself, or a tensor to which the op writes. An op with an `alpha` other than 1, as in `add(x, y, alpha=2)`, gets the op name "", because
-    the rules for single ops assume that no operand is scaled.
+    `row` is the op's row in the op tables, and `place` the position of `node` among its operands. `made` is the result that the `Read`
+    describes: `user` itself, or a tensor to which the op writes. If the op has an `alpha` other than 1, as in `add(x, y, alpha=2)`, the
+    `Read` has the op name "", because the rules for single ops assume that no operand is scaled.
     """
     op = "" if user.kwargs.get("alpha", 1) != 1 else row.name
     bounds = list(_bounds(row.name, user)) if row.name in _BOUNDS else []

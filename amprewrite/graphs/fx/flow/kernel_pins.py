@@ -59,7 +59,7 @@ def read_bare_taps(nodes: Mapping[str, torch.fx.Node], low: Format) -> tuple[str
 
 
 def read_run_by_steps(nodes: Mapping[str, torch.fx.Node], low: Format, trained: Set[str]) -> tuple[str, ...]:
-    """Return the names of the trained recurrent layers with more than STEPS time steps that run as separate ops for each step.
+    """Return the names of trained recurrent layers that run separate ops for each time step and have more than STEPS steps.
 
     A layer is trained if one of its weights is in `trained`, the names of all values that get gradients. A layer on packed sequences is
     included even if it has fewer steps, or if its device has one kernel for all steps.
@@ -145,10 +145,10 @@ def _is_bare(size: int, kernel: int, stride: int, padding: int, dilation: int, t
 def pin_summing(fact: Fact, lists: OpLists, trained: Set[torch.fx.Node], learning: Set[torch.fx.Node]) -> Pin | None:
     """Return a pin that forces an op to fp32 if its backward adds up a gradient that torch.autocast adds up in fp32; otherwise None.
 
-    If the op ran low, it would add up this gradient in the low format. Its backward kernel adds up, as for `embedding`; or autograd does,
-    because the op reads one value more than MOST_READERS times. `learning` are all values that get gradients. `trained` are the values
-    among them that torch.autocast keeps in fp32. It adds up their gradients in fp32 and, if an op whose kernel adds up is on its fp32 list,
-    the gradients of all values that this op reads. The pin applies under all op lists, but not to an op with a user's override.
+    If the op ran low, this gradient would be added up in the low format: by its backward kernel, as in `embedding`, or by autograd, because
+    the op reads one value more than MOST_READERS times. `learning` are all values that get gradients. `trained` are the values among them
+    that torch.autocast keeps in fp32, with their gradients. If torch.autocast runs the op in fp32 and the kernel adds up, the gradients of
+    all `learning` values are added up in fp32. The pin applies under all op lists, but not to an op with a user's override.
     """
     if fact.row is None or fact.role != "op" or fact.kind in (None, OpKind.DENY) or fact.row.kind is OpKind.ALLOW or fact.op in lists.asked:
         return None
@@ -182,8 +182,8 @@ def _takes_places(node: torch.fx.Node) -> bool:
 def pin_uneven(fact: Fact, kind: OpKind | None, lists: OpLists) -> Pin | None:
     """Return a pin that forces an op to fp32 if its low kernel rounds some elements twice and all others once; otherwise None.
 
-    With such a kernel the result for a row depends on its place in the batch. Also None if the format is decided otherwise: the user has an
-    override for the op, `lists` do not choose formats by cost, or `kind`, the op's kind in them, is ALLOW, DENY or None (unlisted).
+    With such a kernel, the result for a row depends on the row's place in the batch. Also return None if the user has an override for the
+    op, if `lists` do not choose formats by cost, or if `kind`, the op's kind in `lists`, is ALLOW, DENY or None (unlisted).
     """
     if lists.rule != "cost" or kind not in (OpKind.INFER, OpKind.CLEAR, OpKind.INTERNAL) or fact.op in lists.asked:
         return None
@@ -221,7 +221,7 @@ def trained_values(nodes: Mapping[str, torch.fx.Node]) -> frozenset[str]:
 
 
 def read_by_many(graph: OpGraph, nodes: Mapping[str, torch.fx.Node], trained: Set[str]) -> tuple[str, ...]:
-    """Return the names of fp32 values that get gradients from more than MOST_READERS readers. `trained` names all values with gradients.
+    """Return the names of fp32 values that get gradients from more than MOST_READERS readers. `trained`: names of values with gradients.
 
     An example is the result of an encoder, which every layer of a decoder reads. torch.autocast casts such a value for every reader and
     adds up the gradients of the copies in fp32. Another is the weight of a cell that a loop calls in each time step: torch.autocast keeps

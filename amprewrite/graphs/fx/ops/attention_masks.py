@@ -73,10 +73,10 @@ MASK, CAUSAL = (3, "attn_mask"), (5, "is_causal")
 def read_masks(graph: torch.fx.Graph, around: Mapping[torch.fx.Node, torch.fx.Node]) -> dict[torch.fx.Node, Edit]:
     """Return, for each attention call of `graph` that may run without its mask, the edit that makes this possible.
 
-    A mask that depends on fixed sizes alone is dropped if it is causal or allows all positions. If a mask depends on symbolic sizes alone,
-    the edit makes the rewritten graph test the mask once for each new set of sizes. For any other boolean mask on a CPU, the graph tests
-    the mask in each call. Other calls get no edit. In the body graph of a checkpoint, `around` maps each input to its value in the outer
-    graph; otherwise it is {}.
+    A mask that depends on fixed sizes alone is dropped if it is causal or allows all positions. If `graph` itself computes a mask from
+    symbolic sizes alone, the rewritten graph tests the mask once for each new set of sizes. For any other boolean mask on a CPU, the graph
+    tests the mask in each call. Other calls get no edit. In the body graph of a checkpoint, `around` maps each input to its value in the
+    outer graph; otherwise it is {}.
     """
     found: dict[torch.fx.Node, Edit] = {}
     for mask, calls in mask_readers(graph).items():
@@ -158,8 +158,8 @@ class Masks:
     def find(self, lengths: tuple[int, int], sizes: tuple[Any, ...], device: torch.device) -> tuple[Tensor | None, bool]:
         """Return (mask to pass to attention, value of `is_causal`). The mask is None if attention needs none.
 
-        The first call with given sizes reads the values of the mask, so the host waits for the device. If the values cannot be read,
-        because sizes are symbolic or a CUDA graph is recorded, the mask is passed.
+        The first call with new sizes reads the values of the mask, so the host waits for the device. If the values cannot be read,
+        because sizes are symbolic or a CUDA graph is recorded, the mask itself is returned.
         """
         known = all(type(size) is int for size in (*sizes, *lengths))
         may_look = known and ((sizes, lengths) in self._kinds or not recording(device))
@@ -178,7 +178,7 @@ def find_mask(masks: Masks, sizes: tuple[Any, ...], query: Tensor, key: Tensor) 
 def look_at_mask(mask: Tensor, query: Tensor, key: Tensor) -> tuple[Tensor | None, bool]:
     """Return (mask to pass to attention, value of `is_causal`). The mask is None if its values show that attention needs none.
 
-    Only the values of a plain tensor on a CPU are read, because reading them waits for no device. Any other mask is passed.
+    Only the values of a plain tensor on a CPU are read, because reading them waits for no device. Any other mask is returned.
     """
     kind = kind_of(mask, (query.shape[-2], key.shape[-2])) if mask.is_cpu and is_plain(mask) else Kind.OTHER
     return (mask, False) if kind is Kind.OTHER else (None, kind is Kind.CAUSAL)

@@ -44,9 +44,9 @@ def multiplies_fp8(device: torch.device) -> bool:
 
 
 def by_kernel(matrix: Tensor, use: Callable[[ModuleType], T]) -> T | None:
-    """Return the result of `use`, called with the module of our Triton kernels; None if the kernels cannot run on `matrix`.
+    """Return `use(kernels)`, where `kernels` is the module of our Triton kernels; None if these kernels cannot run on `matrix`.
 
-    They cannot run without fp8 units, during compilation, on a matrix that is not plain contiguous memory, and after one of them failed.
+    They cannot run without fp8 units, during compilation, on a matrix that is not plain contiguous memory, or after one has failed.
     """
     if not multiplies_fp8(matrix.device) or torch.compiler.is_compiling() or not is_plain(matrix) or not matrix.is_contiguous():
         return None
@@ -75,10 +75,10 @@ def _imported() -> ModuleType:
 def multiply_units(
     left: Tensor, right: Tensor, ours: Tensor, theirs: Tensor, bias: Tensor | None, dtype: torch.dtype, fast: bool
 ) -> Tensor:
-    """Return `(left * ours) · (right * theirs)ᵀ + bias` as `dtype`, multiplied by fp8 units, or by bf16 units if these fail.
+    """Return `(left * ours) · (right * theirs)ᵀ + bias` as `dtype`, computed by fp8 units, or by bf16 units if the fp8 kernel fails.
 
-    `left` (m, k) and `right` (n, k) are fp8. `ours` and `theirs` are fp32 factors: 0-dim, or columns with a factor for each row. With
-    `fast`, the kernel may accumulate with fewer bits.
+    `left` (m, k) and `right` (n, k) are fp8. `ours` and `theirs` are fp32 factors. Each is 0-dim, or a column with one factor for each row
+    of the fp8 matrix that it multiplies. With `fast`, the kernel may accumulate with fewer bits.
     """
     in_graph = torch.compiler.is_compiling() or not is_plain(left)
     use: Callable[..., Tensor] = _launch if torch.compiler.is_exporting() else _in_graphs if in_graph else _multiply
@@ -164,11 +164,12 @@ def makes_copies(device: torch.device) -> bool:
 
 
 def runnable(products: ProductPolicy, kind: str, note: Callable[[str], None]) -> ProductPolicy | None:
-    """Return the fp8 policy `products` as a device of this `kind`, such as "cuda", can run it; None if an fp8 GEMM fails in a trial.
+    """Return the fp8 policy `products`, limited to what a device of `kind` (such as "cuda") can run; None if an fp8 GEMM fails in a trial.
 
-    If our kernel that makes fp8 copies fails, the returned policy prices the slower copies that torch makes. This kernel is not tried if
-    `products.fused`: then a compiler makes the copies. `note` is called with the reason for each restriction. Without fp8 units, and while
-    a CUDA graph is recorded (no result can be read then), there is no trial, and `products` is returned unchanged.
+    A second trial runs our Triton kernel that makes fp8 copies. If this kernel fails, the returned policy counts the cost of torch's slower
+    copies instead. With `products.fused` a compiler makes the copies, so this kernel is not tried. `note` is called with the reason for
+    each limit. Without fp8 units, or while a CUDA graph is recorded (no result can be read then), nothing is tried, and `products` is
+    returned unchanged.
     """
     device = torch.device(kind)
     if not multiplies_fp8(device) or recording(device):

@@ -36,9 +36,9 @@ def cross_together(dtype: torch.dtype | None, inverse: Tensor | None, *weights: 
     With fp32, only casts may read the results, because backward then multiplies their gradients in place. `inverse`, a 0-dim fp32 tensor,
     multiplies the gradients. If `inverse` is None, the gradients are only cast.
 
-    A weight with a hook on its gradient gets a separate node, because autograd calls the hook whenever the node runs. In a shared node the
-    hook would get None if only other weights have gradients in a backward. All weights get separate nodes if one of them is not plain dense
-    memory (DTensor and other subclasses), in forward-mode AD, in transforms of torch.func and under tracers.
+    A weight with a hook on its gradient gets an autograd node of its own. A shared node would call the hook with None if only other weights
+    have gradients in a backward. Every weight gets a node of its own if one of them is not plain dense memory (DTensor and other
+    subclasses), in forward-mode AD, in transforms of torch.func and under tracers.
     """
     if not are_plain(weights) or current_transform() is not None or in_forward_mode():
         return [_alone(weight, dtype, inverse) for weight in weights]
@@ -63,7 +63,7 @@ def _alone(weight: Tensor, dtype: torch.dtype | None, inverse: Tensor | None) ->
 
 
 class _Together(torch.autograd.Function):
-    """Autograd node of `cross_together`. A weight whose result gets no gradient in a backward gets None, not zeros."""
+    """Autograd node of `cross_together`. If no gradient reaches a result in a backward, the gradient of its weight is None, not zeros."""
 
     @staticmethod
     def forward(ctx: Any, dtype: torch.dtype | None, inverse: Tensor | None, *weights: Tensor) -> tuple[Tensor, ...]:

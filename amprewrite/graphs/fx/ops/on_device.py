@@ -58,10 +58,10 @@ class Recorded:
         self.mailbox.clamp_(min=0).add_(found.to(self.mailbox.device, non_blocking=True))
 
     def apply_pending(self, update: Callable[[Tensor], None]) -> None:
-        """Call `update` with the overflow flag in the tensor `mailbox`, then mark the mailbox as empty.
+        """Call `update` with the overflow flag that waits in the tensor `mailbox`, then mark the mailbox as empty.
 
-        If the mailbox is empty already, `update` is called with 0, and the values that it assigns are dropped. The device tests for this
-        case, so the host does not wait.
+        If no flag waits, `update` is called with 0, and the tensors of the loss scale keep their old values. The device makes this test, so
+        the host does not wait.
         """
         waits = self.mailbox >= 0
         with self.in_place(waits):

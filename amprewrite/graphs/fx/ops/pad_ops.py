@@ -93,8 +93,8 @@ def _padded_copy(w: Tensor, dtype: torch.dtype, layout: Layout) -> Tensor:
 def pad_cast(w: Tensor, dtype: torch.dtype, layout: Layout, inverse: Tensor | None = None, kept: Tensor | None = None) -> Tensor:
     """Return `w.to(dtype)` padded as in `layout`. The gradient of `w` has the shape and the dtype of `w`.
 
-    `inverse`, a 0-dim fp32 tensor, multiplies this gradient as in `cast_in`; with None the gradient is only cast. `kept` is the result
-    of an earlier call for `w`, or None. If it is given, the result shares its memory.
+    `inverse`, a 0-dim fp32 tensor, multiplies this gradient; with None the gradient is only cast. `kept` is the result of an earlier call
+    for `w`, or None. With `kept`, nothing is cast: the returned tensor shares the memory of `kept`.
     """
     if kept is not None and not (w.requires_grad and torch.is_grad_enabled()):
         return kept.detach()
@@ -107,10 +107,10 @@ def pad_cast(w: Tensor, dtype: torch.dtype, layout: Layout, inverse: Tensor | No
 
 
 def linked_copy(w: Tensor, dtype: torch.dtype, layout: Layout, copy: Tensor, inverse: Tensor | None = None) -> Tensor:
-    """Return `copy`, which is `pad_cast(w, dtype, layout)`, with an autograd node of its own that sends the gradient to `w`.
+    """Return `copy`, which is `pad_cast(w, dtype, layout)`, with a new autograd node that sends the gradient to `w`.
 
-    Autograd then adds up the gradients of several such results in the dtype of `w`. The result shares the memory of `copy`. But a tensor
-    subclass, or any `w` in forward-mode AD, is cast anew. `inverse` multiplies the gradient.
+    If this function is called several times for one `copy`, autograd adds up the gradients of the results in the dtype of `w`. Each result
+    shares the memory of `copy`. But a tensor subclass, or any `w` in forward-mode AD, is cast anew. `inverse` multiplies the gradient.
     """
     return pad_cast(w, dtype, layout, inverse, copy.detach() if is_plain(w) and not in_forward_mode() else None)
 
@@ -150,7 +150,7 @@ def batch_norm_padded(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tensor:
-    """Return the result of `F.batch_norm` in training for `x`, whose channels are padded.
+    """Return the result of `F.batch_norm` for `x`, whose channels are padded. It is used in training only, so callers pass `training=True`.
 
     `channels` is the padding of a 1-dim tensor with one number for each channel. `weight` and `bias` have this padding, too. `running_mean`
     and `running_var` are not padded; they are updated in place.

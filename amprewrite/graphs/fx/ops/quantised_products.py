@@ -123,7 +123,7 @@ def quantise_matrix(matrix: Tensor, fmt: Format, scale: Tensor, straight: bool, 
     """Return (`matrix * scale` in `fmt`, the transpose of this copy). A copy that is not wanted may be empty.
 
     `straight` and `turned` tell whether the first and the second (transposed) copy are wanted. `scale` is 0-dim, a column or a row. On a
-    GPU with fp8 units the transpose has its own memory, because products read along rows only, and because the other copy may be freed.
+    GPU with fp8 units the second copy is not a view of the first: GEMMs read rows only, and the first copy may be freed earlier.
     """
     found: tuple[Tensor, Tensor] | None = by_kernel(matrix, lambda kernels: kernels.cast_both(matrix, scale, fmt.dtype, straight, turned))
     if found is not None:
@@ -166,11 +166,11 @@ class Quantised(NamedTuple):
 def quantise(
     value: Tensor, role: str, recipe: str, gemms: tuple[str, ...], transposed: bool = False, largest: float | None = None
 ) -> Quantised:
-    """Return the fp8 copies of `value` that the GEMMs `gemms` read, and a link: a tensor without memory that passes gradients to `value`.
+    """Return a `Quantised`: the fp8 copies of `value` that the GEMMs in `gemms` read, and a link that passes gradients to `value`.
 
     `role` is "x" or "w", and `recipe` is the name of a recipe. `value` has the shape (..., k); its leading dims are joined to rows. With
-    `transposed`, `value` is a weight of shape (k, n) in a product x · w instead of x · wᵀ. With `largest`, the scale of the tensor is a
-    constant for magnitudes up to this number, and larger magnitudes saturate.
+    `transposed`, `value` is a weight of shape (k, n) in a product x · w instead of x · wᵀ. If `largest` is given, a scale of the whole
+    tensor is computed from `largest` instead of `value`, and larger magnitudes saturate.
     """
     matrix = value.detach()  # gradients pass to `value` only through `link`, not through copies and scales
     matrix = matrix if transposed else matrix.reshape(-1, matrix.shape[-1])
@@ -185,12 +185,12 @@ def relinked(copy: Quantised, value: Tensor) -> Quantised:
 def copies(
     matrix: Tensor, role: str, recipe: Recipe, gemms: tuple[str, ...], transposed: bool = False, largest: float | None = None
 ) -> tuple[Scaled | None, Scaled | None]:
-    """Return the two fp8 copies of an operand (`role` x or w) or of a gradient (`role` g) that the GEMMs named in `gemms` read.
+    """Return (untransposed, transposed) fp8 copies of an operand or a gradient, each None if no GEMM named in `gemms` reads it.
 
-    The first copy is straight (untransposed), the second turned (transposed). A copy that no GEMM reads is None. `matrix` is the operand,
-    or its transpose if `transposed`. If the recipe has one scale for a tensor, both copies share the scale. If one copy has a scale for
-    each row, the other copy has the smallest of these scales, which is the scale of the whole tensor. With `largest`, the scale of a
-    tensor is a constant for magnitudes up to this number.
+    `role` is x or w for an operand, and g for a gradient. `matrix` is the operand, or its transpose if `transposed`. The recipe gives a
+    copy one scale for the whole tensor, or one scale for each row. Two copies with one scale for the tensor have the same scale. If only
+    one copy has scales for its rows, the other copy has the smallest of these, which is the scale of the whole tensor. But if `largest` is
+    given, the scale of a whole tensor is computed from `largest`, and larger magnitudes saturate.
     """
     fmt, layout = recipe.format(role), dict(zip(WAYS, reversed(WAYS) if transposed else WAYS, strict=True))
     scalings = {layout[way]: recipe.scaling(role, way) for gemm in gemms for each, way in READS[gemm] if each == role}
@@ -299,8 +299,8 @@ Found = tuple[Tensor | None, Tensor | None]
 def _gradients(ctx: Any, gradient: Tensor, x: Tensor, w: Tensor, x8: Scaled | None, w8: Scaled | None) -> Found:
     """Return (gradient of x, gradient of w), each None if it is not needed.
 
-    `gradient`, the gradient of the result, is quantised once for both GEMMs. `x8` and `w8` are transposed fp8 copies, each None
-    if its GEMM runs without fp8.
+    `gradient`, the gradient of the result, is quantised once for both GEMMs. `x8` and `w8` are transposed fp8 copies. A copy is None if the
+    GEMM that would read it runs without fp8.
     """
     needed = {GRAD_IN: ctx.needs_input_grad[0], GRAD_WEIGHT: ctx.needs_input_grad[1]}
     fp8 = tuple(gemm for gemm in ctx.gemms if needed.get(gemm))
@@ -330,7 +330,7 @@ def _exact_weight(ctx: Any, gradient: Tensor, x: Tensor) -> Tensor:
 
 
 def _differentiable(ctx: Any, found: Found, gradient: Tensor, x: Tensor, w: Tensor, x8: Scaled | None, w8: Scaled | None) -> Found:
-    """Return the gradients `found` with the autograd history of a product without fp8, so that they can be differentiated."""
+    """Return `found`, the gradients of x and w, with the autograd history of a product without fp8, so that they can be differentiated."""
     x = x if x8 is None else _Straight.apply(x, x8.values().t().to(x.dtype).reshape(x.shape))
     w = w if w8 is None else _Straight.apply(w, (w8.values() if ctx.transposed else w8.values().t()).to(w.dtype))
     in_, weight = found

@@ -72,11 +72,12 @@ def cast_in(w: Tensor, dtype: torch.dtype, inverse: Tensor) -> Tensor:
 
 
 def _times(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return `gradient * factor` as `dtype`, multiplied in fp32 at least.
+    """Return `gradient * factor` as `dtype`, multiplied in fp32 at least. `factor` is 0-dim.
 
-    A 0-dim factor does not promote a half-precision tensor: the product would be rounded to half precision, also with `out=`. A 1-dim
-    factor promotes, in one pass on devices whose kernels cast while they read. On a CPU, and for tensor subclasses, the gradient is cast
-    first: a CPU kernel would make a copy anyway (4 M elements take 1.26 ms, and 0.91 ms if cast first), and subclasses take 0-dim factors.
+    PyTorch would round the product of a half-precision tensor and a 0-dim factor to half precision, also with `out=`. So the factor is
+    viewed as 1-dim, and PyTorch promotes the product to fp32 in one pass. But on a CPU, and for tensor subclasses, the gradient is cast to
+    fp32 first: a CPU kernel would make a copy anyway (4 M elements take 1.26 ms, and 0.91 ms if cast first), and subclasses expect 0-dim
+    factors.
     """
     factor = on_device(factor, gradient.device)
     if gradient.dtype.itemsize >= 4:  # below, `.float()` would return an fp32 gradient itself, and `.mul_()` would overwrite it
@@ -94,15 +95,15 @@ def nan_if_infinite(gradient: Tensor) -> Tensor:
 
 
 def is_hooked(x: Tensor) -> bool:
-    """True if hooks may change the gradient of `x`. The hooks that `amprewrite.runtime` sets on results do not: they only observe."""
+    """True if hooks may change the gradient of `x`. Hooks that `amprewrite.runtime` sets on results do not count: they only observe."""
     homes = (getattr(hook, "__module__", None) or "" for hook in (x._backward_hooks or {}).values())
     return bool(x._post_accumulate_grad_hooks) or not all(home.startswith("amprewrite.runtime.") for home in homes)
 
 
 def leaving(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return `gradient * factor` as `dtype`, multiplied in fp32 at least: the true gradient, if `factor` is the inverse of the loss scale.
+    """Return `gradient * factor` as `dtype`, multiplied in fp32 at least. If gradients are enabled, the result can be differentiated.
 
-    The result can be differentiated if gradients are recorded.
+    For a gradient that leaves the region, `factor` is the inverse of the loss scale, so the result is the true gradient.
     """
     if torch.is_grad_enabled():
         return applied(_Times, gradient, factor, factor.clone(), dtype)
@@ -149,9 +150,9 @@ def tell_of_entries(factor: Tensor, enters: Callable[[], None]) -> None:
 
 
 def _held_enters(factor: Tensor) -> Callable[[], None] | None:
-    """Return the method that `tell_of_entries` registered for `factor`; None if there is none, or if its object is gone.
+    """Return the method that `tell_of_entries` registered for `factor`; None if there is none, or if the method's object is gone.
 
-    The caller, an autograd node, stores the method and so keeps its object alive. `is_held` is true for `factor` from then on.
+    The caller, an autograd node, stores the method, which keeps this object alive. From then on, `is_held(factor)` is True.
     """
     found: weakref.WeakMethod[Callable[[], None]] | None = getattr(factor, "amprewrite_enters", None)
     if found is None:
@@ -166,11 +167,11 @@ def is_held(factor: Tensor) -> bool:
 
 
 class _Cross(torch.autograd.Function):
-    """Autograd node that returns `x` as `dtype`, multiplied by `by` if `by` is given (as when the backward of `_Times` calls it).
+    """Autograd node that returns `x` as `dtype`. Its backward multiplies the gradient by `factor`, and returns it in the dtype of `x`.
 
-    The backward multiplies the gradient by `factor`, and by `by` if it is given, and returns the product in the dtype of `x`. For a
-    gradient of None it returns None. Under DDP with `find_unused_parameters=True`, a result that the loss does not read may get None. If
-    backward returned zeros instead, weights would get gradients of zeros, and an optimizer would decay these weights.
+    When the backward of `_Times` calls this node, a second factor `by` multiplies both `x` and the gradient. If the gradient is None,
+    backward returns None. Under DDP with `find_unused_parameters=True`, a result that the loss does not read may get None. If backward
+    returned zeros instead, weights would get gradients of zeros, and an optimizer would decay these weights.
     """
 
     @staticmethod
@@ -229,7 +230,7 @@ class _Times(torch.autograd.Function):
 
 
 class _CrossDual(_Cross):
-    """`_Cross` with a forward-mode derivative: the tangent is cast or multiplied as the value is. No loss scale touches it."""
+    """`_Cross` with a forward-mode derivative: the tangent is cast or multiplied in the same way as the value, without the loss scale."""
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:  # type: ignore[override]
@@ -250,7 +251,7 @@ _DUAL: dict[type[torch.autograd.Function], type[torch.autograd.Function]] = {_Cr
 
 
 def _forward_too(function: type[torch.autograd.Function]) -> Any:
-    """While forward-mode derivatives are computed, return the variant of `function` that has a `jvp`; otherwise `function` itself.
+    """Return the variant of `function` that has a `jvp` if forward-mode derivatives are computed now, otherwise `function` itself.
 
     During compilation the result is always `function`, because Dynamo captures no `autograd.Function` that has a `jvp`.
     """
@@ -264,9 +265,9 @@ Body = Callable[..., Tensor]
 
 
 def hooked(x: Tensor, body: Body, *reads: Any) -> Tensor:
-    """Return `x` unchanged. In backward, `body(gradient, *reads)` replaces its gradient. `reads` are other values that the hook reads.
+    """Return `x` unchanged. In backward, `body(gradient, *reads)` replaces its gradient. A gradient of None stays None.
 
-    A gradient of None stays None: `body` was captured with a tensor.
+    `body` is the code of a hook. It was captured with a tensor as gradient, so it cannot take None. `reads` are other values that it reads.
     """
     if x.requires_grad and torch.is_grad_enabled():
         x.register_hook(lambda gradient: None if gradient is None else body(gradient, *reads))
@@ -276,8 +277,9 @@ def hooked(x: Tensor, body: Body, *reads: Any) -> Tensor:
 def hooked_unscaled(x: Tensor, body: Body, scale: Tensor, inverse: Tensor, *reads: Any) -> Tensor:
     """Return `x` unchanged. In backward, `body(gradient * inverse, *reads) * scale` replaces its gradient.
 
-    Here every gradient is multiplied by the loss scale `scale`. `inverse` is 1 / `scale`, so the hook's function `body` gets the true
-    gradient. If `body` returns None, the tensor that it got is used, because it may have changed this tensor in place.
+    `body` is the code of a hook, and `reads` are other values that it reads. All gradients of the graph are multiplied by the loss scale
+    `scale`. `inverse` is 1 / `scale`, so `body` gets the true gradient. If `body` returns None, the tensor that it got is used, because
+    `body` may have changed this tensor in place.
     """
 
     def hook(gradient: Tensor | None) -> Tensor | None:  # must not refer to `x`, which holds this hook: the cycle would never be freed

@@ -20,10 +20,10 @@ TYPES = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}
 
 @triton.jit
 def cast_exactly(scaled, MOST: tl.constexpr, EPS: tl.constexpr, NORMAL: tl.constexpr, TYPE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Clamp fp32 numbers to ±MOST, and round them to nearest even in TYPE. Infinities become NaN.
+    """Return the fp32 numbers `scaled` in the format TYPE: clamped to ±MOST and rounded to nearest even. Infinities become NaN.
 
-    EPS is the distance of 1 to the next number of TYPE, and NORMAL the smallest normal number of TYPE. The numbers are rounded in fp32, so
-    that the cast itself is exact. A cast of unrounded numbers would round twice on sm_89, where Triton casts by way of fp16.
+    EPS is the distance from 1 to the next number of TYPE, and NORMAL the smallest normal number of TYPE. The numbers are rounded in fp32,
+    so that the cast itself is exact. A cast of unrounded numbers would round twice on sm_89, where Triton casts by way of fp16.
     """
     size = tl.abs(scaled)
     limited = tl.where(size > MOST, MOST, size)
@@ -39,7 +39,7 @@ def cast_exactly(scaled, MOST: tl.constexpr, EPS: tl.constexpr, NORMAL: tl.const
 
 @triton.jit
 def amax_kernel(source, amax, count, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # two pointers and a number
-    """Raise the number at `amax`, which must be 0 at first, to the largest finite magnitude among the `count` elements at `source`."""
+    """Write the largest finite magnitude among the `count` elements at `source` to `amax`. The number at `amax` must be 0 before."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     size = tl.abs(tl.load(source + at, mask=at < count, other=0.0).to(tl.float32))
     tl.atomic_max(amax, tl.max(tl.where(size < float("inf"), size, 0.0), axis=0))
@@ -97,9 +97,9 @@ def rows_kernel(  # type: ignore[no-untyped-def]
     source, scale, target, columns, SMALLEST: tl.constexpr, POWER: tl.constexpr, MOST: tl.constexpr, EPS: tl.constexpr,
     NORMAL: tl.constexpr, TYPE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Scale one row of the matrix at `source` by its own amax (`factor_of`), clamp and cast it by `cast_exactly`, and write it to `target`.
+    """Write the scale of one row of the matrix at `source` to `scale`, and the row, scaled and cast by `cast_exactly`, to `target`.
 
-    The second loop reads the row from the GPU's cache, not from memory.
+    `factor_of` gives the scale. The second loop reads the row from the GPU's cache, not from memory.
     """
     row = tl.program_id(0)
     start = row.to(tl.int64) * columns
@@ -125,7 +125,7 @@ def format_of(dtype: torch.dtype) -> tuple[float, float, float, object]:
 def cast_rows(matrix: Tensor, dtype: torch.dtype, smallest: float, power_of_two: bool) -> tuple[Tensor, Tensor]:
     """Cast a contiguous `matrix` to the fp8 format `dtype`, each row with its own scale. Return (fp8 matrix, column with the fp32 scales).
 
-    The amax of a row counts as `smallest` at least. With `power_of_two`, scales are rounded down to powers of two.
+    If the amax of a row is below `smallest`, `smallest` is used instead. With `power_of_two`, scales are rounded down to powers of two.
     """
     rows, columns = matrix.shape
     made, scale = matrix.new_empty((rows, columns), dtype=dtype), matrix.new_empty((rows, 1), dtype=torch.float32)
@@ -146,7 +146,8 @@ def amax_of(matrix: Tensor) -> Tensor:
 def scale_of(matrix: Tensor, dtype: torch.dtype, smallest: float, power_of_two: bool) -> Tensor:
     """Return the 0-dim fp32 scale for a cast of a dense `matrix` to `dtype`.
 
-    The amax of the matrix counts as `smallest` at least. With `power_of_two`, the scale is rounded down to a power of two.
+    If the amax of the matrix is below `smallest`, `smallest` is used instead. With `power_of_two`, the scale is rounded down to a power of
+    two.
     """
     amax = amax_of(matrix)
     scale = torch.empty_like(amax)

@@ -141,7 +141,7 @@ def reads_back(node: torch.fx.Node) -> bool:
 
 
 def _wanting(node: torch.fx.Node) -> Any:
-    """Return a copy of the example value of `node`, with plain sizes, that requires a gradient. Integers are returned uncopied."""
+    """Return a copy of the example value of `node` that requires a gradient and has plain ints as sizes. Integers are not copied."""
     value = sized(node)
     return value.detach().requires_grad_().clone() if differentiable(value) else value
 
@@ -161,9 +161,10 @@ def _saved(backward: Any) -> Iterator[torch.Tensor]:
 
 
 def real_value(node: torch.fx.Node, operand: Callable[[torch.fx.Node], Any] = example_value) -> Any:
-    """Return the result of `node` on its example operands, by PyTorch's own code; capture's example value if that code cannot run.
+    """Return the fake result that PyTorch's own code computes for `node`; capture's example value if that code cannot run.
 
-    `operand` returns the value to use for an operand. A node that writes in place is not run on the example values themselves.
+    `operand(node)` returns the value to use for an operand node, by default its example value. With this default, a node that writes in
+    place is not run, because it would change the example values.
     """
     said = example_value(node)
     modes = [t.fake_mode for t in tensors(said) if isinstance(t, FakeTensor)]
@@ -181,9 +182,10 @@ def real_value(node: torch.fx.Node, operand: Callable[[torch.fx.Node], Any] = ex
 
 
 def idle_where_alike(facts: dict[torch.fx.Node, Fact], low: str) -> Iterator[torch.fx.Node]:
-    """Yield the conversions between fp32 and `low` that may return their operand instead of a copy if the plan makes the dtypes equal.
+    """Yield the conversions between fp32 and `low` that may return their operand itself if the plan makes both dtypes equal.
 
-    No reader notices this, because nothing writes to the result or returns it, nothing writes to the operand later, and strides are equal.
+    Then no copy is needed: no op writes to the result, the graph does not return it, no later op writes to the operand, and both have equal
+    strides.
     """
     last_write: dict[int, int] = {}
     for fact in facts.values():
@@ -212,7 +214,7 @@ def _runs_as_python(node: torch.fx.Node) -> bool:
 
 
 def _memory(fact: Fact) -> set[int]:
-    """Return the storages of a node's result; set() if `leaving.py` inserted a conversion that all later ops read instead of the result."""
+    """Return the storages of a node's result; set() if only a conversion that `leaving.py` inserted after the node reads the result."""
     return set() if any(user.meta.get(LEAVES) == RETURNED for user in fact.node.users) else _lies_in(fact)
 
 
@@ -236,12 +238,12 @@ def _hidden_writes(facts: dict[torch.fx.Node, Fact]) -> dict[int, int]:
 
 
 def _moves(facts: dict[torch.fx.Node, Fact]) -> dict[int, list[int]]:
-    """Return {storage: positions of the writes to it that may write to a cast copy instead, because no op reads the old tensor later}.
+    """Return {storage: positions of in-place writes that may write to a cast copy instead, because no op reads the old tensor later}.
 
     In `scores = q @ k; scores += bias` the product may then run low and the sum in fp32: the product is cast to fp32, and the sum writes to
-    this copy. Some writes are left out. A write to an input or a weight of the model must change this tensor itself. If the grad mode has
-    changed since the tensor was made, the copy would have another autograd history. A write to a tensor with hooks drops the hooks if the
-    tensor is a view (the result of a linear op on 3 dims is one), otherwise it keeps them. A write to a copy could change this.
+    this copy. Three kinds of writes are left out. A write to an input or a weight of the model must change this tensor itself. If the grad
+    mode has changed since the tensor was made, a copy would have another autograd history. If the tensor has hooks, a write drops them from
+    a view (a linear op on 3 dims returns one) and keeps them otherwise, and a copy may differ in this.
     """
     switches = [fact.position for fact in facts.values() if fact.op in GRAD_SWITCHES]
     lies_in: dict[int, list[Fact]] = defaultdict(list)
@@ -265,10 +267,10 @@ def _moves(facts: dict[torch.fx.Node, Fact]) -> dict[int, list[int]]:
 
 
 def memory(facts: dict[torch.fx.Node, Fact], training: bool) -> tuple[Ties, Callable[[torch.fx.Node, Fact], int]]:
-    """Return (groups of nodes that must have one colour, low or high; function that counts the writes to a value before a reader).
+    """Return (`Ties`: groups of nodes that must have one colour, low or high; function that counts the writes to a value before a reader).
 
-    Nodes are in one group if they share memory that is written in place, or if they are results of one kernel. In training, an op whose
-    operand is written later through `.data` is in one group with the operand, because its backward may read the new values.
+    Nodes are in one group if they share memory that is written in place, or if they are results of one kernel. In training, an op is also
+    in one group with an operand that is written later through `.data`, because its backward may read the new values.
     """
     writes: dict[int, list[int]] = defaultdict(list)
     for fact in facts.values():

@@ -42,11 +42,12 @@ def inner_graphs(module: torch.fx.GraphModule) -> Iterator[tuple[torch.fx.Node, 
 
 
 def kept_high(node: torch.fx.Node, name: str, scaled: bool) -> Reason | None:
-    """Return the reason why all ops of a body graph stay fp32 in training in fp16 or with a loss scale; None if they may run low.
+    """Return the reason why all ops of a body graph must stay fp32 in training in fp16 or with a loss scale; None if they may run low.
 
     `node` runs the body graph, which the attribute `name` holds. UNSCALED: the loss is scaled (`scaled`), but a hook or a nonlinear
-    backward of the user gets gradients without the scale, which low ops would flush to zero. UNSEEN: the body graph is the backward of an
-    autograd Function, whose range no sample run shows. The forward may run low, because autograd does not differentiate it.
+    backward of the user gets gradients without the scale, and low ops would flush them to zero. UNSEEN: the body graph is the backward of
+    an autograd Function, and no sample run shows its range. The forward of such a Function may run low, because autograd does not
+    differentiate it.
     """
     if _of_function(node) and _is_forward(node, name):
         return None
@@ -136,10 +137,11 @@ def _hands_on_factor(node: torch.fx.Node, scaled: set[torch.fx.Node], zeros: set
 
 
 def leads_nowhere(node: torch.fx.Node, name: str, body: torch.fx.GraphModule) -> set[torch.fx.Node]:
-    """Return the ops of `body` that lead neither to a result with a gradient nor to state that a loop passes to its next iteration.
+    """Return the ops of the body graph `body` on which no result with a gradient and no state for the next iteration of a loop depends.
 
-    `node` runs `body`, which the attribute `name` holds. The ops should stay fp32, because autograd gives them gradients of zeros, and zero
-    times an infinity is NaN. Values that the forward of an autograd Function saves do not count as results. For its backward, return set().
+    The ops should stay fp32, because autograd gives them gradients of zeros, and zero times an infinity is NaN. `node` runs `body`, which
+    the attribute `name` holds. In the forward of an autograd Function, saved values do not count as results. For the backward of such a
+    Function, return set().
     """
     given = body.graph.find_nodes(op="output")[0].args[0]
     if _of_function(node) and isinstance(given, tuple | list):
@@ -171,7 +173,7 @@ def _learning(graph: torch.fx.Graph) -> set[torch.fx.Node]:
 def _carried(node: torch.fx.Node, results: int) -> int:
     """Return how many results of the body of `node`, counted from the first, are loop state that the next iteration may read.
 
-    For a scan, return the number of its state tensors; for a condition, map or checkpoint, 0. Any other op may carry all `results`.
+    For a scan, return the number of its state tensors; for a condition, map or checkpoint, 0. For any other op, all `results` may be state.
     """
     name = op_name(node.target)
     if name == "scan" and len(node.args) > 1 and isinstance(node.args[1], tuple | list):

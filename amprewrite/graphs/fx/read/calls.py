@@ -179,7 +179,7 @@ def read_matrix_products(graph: OpGraph, nodes: Mapping[str, torch.fx.Node], tra
 def operands(node: torch.fx.Node) -> tuple[torch.fx.Node, torch.fx.Node] | None:
     """Return the operands (rows x, matrix w) of a product; None for a product that fp8 kernels do not compute.
 
-    Such kernels take x with at least two dims, w with two, and at most one summand, with one dim. The result is None, too, if an
+    The kernels take x with two or more dims, w with two dims, and at most one summand, which has one dim. The result is None, too, if an
     argument such as `alpha` changes the product (FACTORS).
     """
     given = named_arguments(node)

@@ -62,11 +62,11 @@ _STOP = ops_with(Trait.STOPS_GRADIENT)
 
 
 def mark_leaving(graph: torch.fx.Graph, make_own: Callable[[], Callable[[Node], Node]], without_grad: set[Node] | None) -> bool:
-    """Insert no-op conversions `x.to(x.dtype)` after returned values, and mark values that must be fp32. Return False if there are none.
+    """Prepare the values that a graph returns, by the rules of this file: insert no-op conversions, and mark nodes that must be fp32.
 
-    This file's docstring has the rules. A mark is the reason for fp32, under the key LEAVES in the meta of a node. The edits are made in a
-    copy of the graph: `make_own` copies the graph and returns a function from each node to its copy. `without_grad` are the nodes that run
-    without gradients; None if the graph is read as a graph without gradients.
+    Return False, without any change, if the rules concern no node. The edits are made in a copy of the graph: `make_own` copies the graph
+    and returns a function from each node to its copy. A mark is the reason for fp32, under the key LEAVES in the meta of a node.
+    `without_grad` are the nodes that run without gradients; with None, the rules for graphs with gradients do not apply.
     """
     memory = Memory(graph, without_grad or set())
     shared = memory.leaving(with_gradients=without_grad is not None)
@@ -142,7 +142,7 @@ def _op_of(node: Node) -> tuple[Node, ...]:
 def _inside_transforms(graph: torch.fx.Graph) -> set[Node]:
     """Return the nodes whose values exist only inside a torch.func transform, such as vmap.
 
-    A value that is read outside of its transform does not count, unless its tensor is still wrapped by a transform. In `jacrev`, for
+    If an op outside of the transform reads a value, the value counts only if its tensor is still wrapped by a transform. In `jacrev`, for
     example, another transform reads a wrapped tensor.
     """
     regions = transform_regions(graph)
@@ -153,7 +153,8 @@ def _inside_transforms(graph: torch.fx.Graph) -> set[Node]:
 def _follow(graph: torch.fx.Graph, maker: Node, regions: Mapping[Node, Node]) -> Node:
     """Insert a no-op conversion `x.to(x.dtype)` after `maker`, let all other readers of `maker` read the conversion, and return it.
 
-    If `maker` is inside a torch.func transform (`regions`), the conversion follows the transform, and readers inside keep reading `maker`.
+    `regions` maps each node in a torch.func transform to the node that opens the transform. If `maker` is in a transform, the conversion
+    follows the transform, and readers inside keep reading `maker`.
     """
     place, region = maker, regions.get(maker)
     readers = [reader for reader in maker.users if region is None or regions.get(reader) != region]
@@ -179,7 +180,7 @@ def _view(graph: torch.fx.Graph, node: Node) -> None:
 
 
 def read_results(graph: torch.fx.Graph) -> Iterator[Node]:
-    """Yield results of `graph` that get gradients from ops in the graph, too. Tensors passed to torch.autograd.grad count as results."""
+    """Yield each result of `graph` and each operand of torch.autograd.grad to which an op that reads it in `graph` may send a gradient."""
     apart = _inside_transforms(graph)
     asked = (node for call in graph.find_nodes(op="call_function", target=torch.autograd.grad) for node in call.all_input_nodes)
     for node in dict.fromkeys((*_results(graph), *asked)):
@@ -189,10 +190,11 @@ def read_results(graph: torch.fx.Graph) -> Iterator[Node]:
 
 
 def _hooked_values(graph: torch.fx.Graph, memory: Memory, regions: Mapping[Node, Node]) -> Iterator[Node]:
-    """Yield the values on which hooks are set, without values written in place and values that the backward of their op reads.
+    """Yield the values on which hooks are set, and which must be cast to fp32 before the hooks.
 
-    The cast to fp32 must go before the hooks: `retain_grad` on a result cast behind them would store a gradient without their effect. If
-    an op such as dropout with p=0 returned its operand itself, the operand is yielded.
+    If the hooks came first, `retain_grad` on the cast would store a gradient without their effect. Values written in place are left out,
+    and so are values outside of torch.func transforms that the backward of their op reads. If an op such as dropout with p=0 returned its
+    operand itself, the operand is yielded.
     """
     for hook in graph.find_nodes(op="call_function", target=hooked):
         node = _before_hooks(hook)
@@ -225,10 +227,10 @@ def _results(graph: torch.fx.Graph) -> list[Node]:
 
 
 def _read_as_another(result: Node, without_grad: Set[Node], returns_operand: Callable[[Node], bool]) -> bool:
-    """True if `result` and an operand of its op are the same tensor object, and separate casts of the two would give other gradients.
+    """True if `result` and an operand of its op are the same tensor object, and two separate casts of it would change gradients.
 
-    They would if the operand has other readers or hooks, if one of the two is a result of a checkpoint, or if only `result` is made without
-    gradients. `returns_operand(op)` is True if an op of this graph returns one of its operands.
+    This is so if the operand has other readers or hooks, if one of the two nodes is a result of a checkpoint, or if only `result` is made
+    without gradients. `returns_operand(op)` is True if an op of this graph returns one of its operands.
     """
     result = _before_hooks(result)
     while (made_inside(result) is not None or returns_operand(result)) and (given := same_tensor(result)) is not None:
@@ -312,7 +314,7 @@ class Memory:
         return parts[0] if len(parts) == 1 and isinstance(example_value(parts[0]), torch.Tensor) else None
 
     def chain(self, storage: int) -> set[Node]:
-        """Return the nodes with results in `storage`, after its maker, that precede its last write or lead to a result of the graph."""
+        """Return the nodes with results in `storage`, after its maker, that come before the last write to it or lead to a graph result."""
         maker = self.maker(storage)
         made = -1 if maker is None else self.position[maker]
         holders = {node for node in self.holders[storage] if self.position[node] > made}

@@ -119,10 +119,10 @@ def _depth_first(facts: dict[torch.fx.Node, Fact]) -> list[torch.fx.Node]:
 
 
 def name_all(facts: dict[torch.fx.Node, Fact], entry: str, names: tuple[str, ...]) -> None:
-    """Set the rank (canonical position) and the name of every fact. Names are unique: the op and a count, as in linear, linear_1, …
+    """Give each node its rank (its position in the canonical order) and a unique name: the op and a count, as in linear, linear_1, …
 
-    The rank does not depend on the order of the nodes in the graph. Inputs and weights keep their own names, which no op gets.
-    `entry` is the path of the captured module, and `names` are the names of its positional parameters.
+    Both are stored in the node's `Fact`. The rank does not depend on the order of the nodes in the graph. Inputs and weights keep their own
+    names, which no op gets. `entry` is the path of the captured module, and `names` are the names of its positional parameters.
     """
     counts: Counter[str] = Counter()
     bases = {node: _base_name(fact, entry, names) for node, fact in facts.items()}
@@ -198,10 +198,7 @@ def has_own_dtype(stack_trace: str | None) -> bool:
 
 @cache
 def _call_with_own_dtype() -> tuple[str, int]:
-    """Return (file, line) of the call in the wrapper of `custom_fwd` that runs a forward with `cast_inputs`.
-
-    It is the last call in the wrapper. The first call runs a forward without `cast_inputs`.
-    """
+    """Return (file, line) of the call in the wrapper of `custom_fwd` that runs a forward with `cast_inputs`: the last call in it."""
     code = torch.amp.custom_fwd(print, device_type="cpu").__code__  # `print` can be any function: the wrapper's code is the same
     lines, first = inspect.getsourcelines(code)
     calls = [first + place for place, line in enumerate(lines) if "return fwd(" in line]

@@ -76,8 +76,8 @@ def offsets(captured: Captured, inputs: Sequence[Any]) -> frozenset[str]:
     The check covers parameters and buffers that ops add to a value, and tables in which ops look up rows. For a table, an offset that all
     rows have in common counts, too. The host waits once for each device.
 
-    A weight that is added before a norm needs no exception: training gives it no offset, because the norm removes it and its gradient.
-    A buffer that is only added to attention scores is returned, too, if the low format would round it: it is a table of positions, no mask.
+    A weight that is added before a norm is checked like any other: training gives it no offset, because the norm removes offsets. A buffer
+    that is only added to attention scores is returned, too, if the low format would round it: then it holds positions, and is no mask.
     """
     found, looked_up = added_values(captured.problem.graph), tables(captured.problem.graph)
     weights = _plain_weights(captured, inputs).items()
@@ -91,9 +91,10 @@ def offsets(captured: Captured, inputs: Sequence[Any]) -> frozenset[str]:
 
 
 def _rounds_scores(captured: Captured, name: str, weight: Tensor, scores: Mapping[str, bool]) -> Any:
-    """Return whether `weight` is a buffer that is added only to attention scores and that the low format rounds: False or a 0-dim tensor.
+    """Return whether `weight` is a buffer that is only added to attention scores and that the low format rounds.
 
-    Numbers below -BLOCKS count as -BLOCKS, because a softmax returns about zero for all of them.
+    The result is False or a 0-dim boolean tensor. `scores[name]` is True for a weight that is only added to scores. Numbers below -BLOCKS
+    count as -BLOCKS, because a softmax returns about zero for all of them.
     """
     if not scores[name] or captured.problem.graph[name].role != "buffer":
         return False
@@ -102,10 +103,10 @@ def _rounds_scores(captured: Captured, name: str, weight: Tensor, scores: Mappin
 
 
 def factors(captured: Captured, inputs: Sequence[Any]) -> dict[str, float]:
-    """Return {name: signed root mean square} of each parameter that may scale a value, as LayerScale does. The sign is that of its mean.
+    """Return {name: root mean square, with the sign of the mean} of each parameter that may scale a value, as LayerScale does.
 
-    Such a parameter varies along one dim at most. At least one op reads it that is not a matrix product (or another op on the allow
-    list), a norm, or a sum of several tensors. The host waits once for each device and statistic.
+    Such a parameter varies along one dim at most. At least one op that reads it may multiply by it: an op that is no norm, no sum of
+    several tensors, and not on the allow list (as matrix products are). The host waits once for each device and statistic.
     """
     graph = captured.problem.graph
     found = {name: weight.detach() for name, weight in _plain_weights(captured, inputs).items() if _may_scale(graph, name, weight)}
@@ -161,9 +162,9 @@ Counts = Mapping[torch.fx.Node, Count]
 def read_counts(captured: Captured, inputs: Sequence[Any], handed: Sequence[Count | None]) -> None:
     """Mark the matrix products of a captured graph that must stay fp32, because a low format would round whole numbers that they multiply.
 
-    Such numbers are positions, for example (`ir/evidence/counts.py`). The mark is the field `counted` of the product in the op graph. Also
-    set `captured.counts`, the `Count` of every value. Without products and body graphs there is nothing to mark, and nothing is set.
-    `inputs` and `handed` are described in `find_counts`.
+    Such numbers are positions, for example (`ir/evidence/counts.py`). A marked product has `counted` set in the op graph. Also set
+    `captured.counts`, the `Count` of every value. A graph without products and body graphs is left unchanged, and `captured.counts` is not
+    set. `find_counts` describes `inputs` and `handed`.
     """
     graph = captured.module.graph
     if any(node.flops for node in captured.problem.graph) or any(map(is_opaque, graph.nodes)):
@@ -172,12 +173,12 @@ def read_counts(captured: Captured, inputs: Sequence[Any], handed: Sequence[Coun
 
 
 def find_counts(graph: torch.fx.Graph, inputs: Sequence[Any], handed: Sequence[Count | None], matters: Callable[[Counts], Any]) -> Counts:
-    """Return the `Count` of every value of a graph: whether it is made of whole numbers, and how large it may be.
+    """Return the `Count` of every value of a graph: whether it is made of whole numbers, and how large they may be.
 
     `inputs` are the real inputs of the graph; () if they are not available. For a body graph, `handed` has the `Count` of each input, or
-    None if the outer graph does not know it. For any other graph, `handed` is (). To read constants, the host waits once for each device.
-    So a first result is computed as if all constants were large whole numbers. If `matters(first result)` is false, the first result is
-    returned, because it changes nothing. Otherwise the constants are read, and a second result is returned.
+    None for an input that the outer graph does not know. For any other graph, `handed` is (). To read constants, the host must wait for
+    each device. So a first result treats all constants as large whole numbers. If `matters(first result)` is false, the first result is
+    returned. Otherwise the constants are read, and a second result is returned.
     """
     held = _held(graph, inputs)
     around = {node: count for node, count in zip(graph.find_nodes(op="placeholder"), handed, strict=False) if count is not None}
@@ -193,7 +194,7 @@ def _kept(captured: Captured, counts: Counts) -> Any:
 
 
 def _held(graph: torch.fx.Graph, inputs: Sequence[Any]) -> dict[torch.fx.Node, Any]:
-    """Return {node: its value, or None if unknown} for the floating buffers and constants of the model. Trained parameters are left out."""
+    """Return {node: value or None if unknown} for floating-point buffers and constants of the model. Trained parameters are left out."""
     found = {}
     for node, value in held_values(graph, [*inputs, *[None] * len(graph.nodes)]):
         example = example_value(node)
@@ -227,7 +228,7 @@ def _look(held: Mapping[torch.fx.Node, Any]) -> dict[torch.fx.Node, Count]:
 def _propagate(nodes: Any, known: Counts) -> dict[torch.fx.Node, Count]:
     """Return the `Count` of every value of a graph, from the `Count` of each input and constant (`known`).
 
-    If the graph writes to the memory of a value, the largest `Count` with which an op reads the value is returned.
+    A write in place may change the `Count` of a value. Then the largest `Count` at the time of a read is returned for this value.
     """
     found, seen = dict[torch.fx.Node, Count](), dict[torch.fx.Node, Count]()
     writes = {node: targets for node in nodes if (targets := written(node))}
@@ -256,7 +257,7 @@ def _propagate(nodes: Any, known: Counts) -> dict[torch.fx.Node, Count]:
 
 
 def _read_into_result(node: torch.fx.Node, op: str) -> tuple[list[torch.fx.Node], list[float]]:
-    """Return (nodes, numbers) of which the result consists: only y for `x[i] = y` and `x.new_tensor(y)`, only the fill value for `full`."""
+    """Return (nodes, numbers) that make up the result: only y for `x[i] = y` and `x.new_tensor(y)`, only the fill value for `full`."""
     if op == "setitem" or op in UNIFORM & FILLS:
         given: Sequence[Any] = node.args[2:] if op == "setitem" else [node.kwargs.get("fill_value", node.args[-1:])]
         read = [leaf for leaf in tree_leaves(given) if isinstance(leaf, torch.fx.Node)]

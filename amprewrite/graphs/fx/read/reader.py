@@ -102,7 +102,7 @@ def read_graph(
 
 
 def _pinned_summing(graph: OpGraph, facts: dict[torch.fx.Node, Fact], lists: OpLists, learning: set[torch.fx.Node], device: str) -> OpGraph:
-    """Return `graph`, with an op forced to fp32 if it would add up in the low format gradients that torch.autocast adds up in fp32.
+    """Return `graph` with more ops forced to fp32: in the low format they would add up gradients that torch.autocast adds up in fp32.
 
     `learning` are the nodes that get gradients. If there are none, no op is forced.
     """
@@ -198,11 +198,11 @@ def _operands(
     write_versions: Callable[[torch.fx.Node, Fact], int],
     no_grad: set[torch.fx.Node],
 ) -> list[Operand]:
-    """Return the fp32 tensors that an op reads, each with the format in which the op needs it (`Demand`) and its write version.
+    """Return an `Operand` for each fp32 tensor that an op reads: the format in which the op needs it (`Demand`), and its write version.
 
     Readers share a cast of a value only if they read the same write version. A write in place makes a new version. Readers under no_grad
     have other versions than readers with gradients, because a cast made under no_grad passes no gradient. If the op is the graph's output,
-    the grad mode of the op that made the value counts. An operand that the op writes to is needed in the op's own format.
+    the grad mode of the op that made the value counts. An operand to which the op writes must have the format in which the op runs.
     `write_versions(value, reader)` counts the writes to a value before a reader. `no_grad` are the nodes that run without gradients.
     """
     found: dict[torch.fx.Node, Operand] = {}
@@ -283,7 +283,7 @@ def _pin(fact: Fact, kind: OpKind | None, low: Format, ties: Ties, far: FarNumbe
 def _pin_dtype(fact: Fact) -> tuple[Colour, Reason, str] | None:
     """Return (high, reason, detail) if the model's code asks for fp32 by a conversion or a dtype argument; otherwise None.
 
-    Sets `fact.relative` for a conversion that takes its dtype from another tensor instead.
+    If a conversion takes its dtype from another tensor instead, as `x.to(y.dtype)` does, set `fact.relative`.
     """
     node = fact.node
     if fact.op in ABSOLUTE:
@@ -308,9 +308,10 @@ def _read_anything(fact: Fact) -> None:
 
 
 def _pin_source(fact: Fact) -> tuple[Colour, Reason, str] | None:
-    """Return (high, reason, detail), to force fp32, for an op that makes fp32 without reading fp32, such as `x.to(y.dtype)` of integers.
+    """Return (high, reason, detail), which forces fp32, for an op that makes fp32 from other types, such as `x.to(y.dtype)` of integers.
 
-    None if the op reads fp32. Also None for `x.to(y.dtype)` of booleans, or of low values that it may return uncopied: both are exact.
+    Return None if the op reads fp32. Also return None for `x.to(y.dtype)` of booleans, and of low values that may be returned uncopied:
+    neither is rounded in the low format.
     """
     if fact.operands or (fact.may_be_idle and fact.relative):
         return None
@@ -322,11 +323,11 @@ def _pin_source(fact: Fact) -> tuple[Colour, Reason, str] | None:
 
 
 def _absorb_explicit_internal(facts: dict[torch.fx.Node, Fact], lists: OpLists) -> None:
-    """Let the softmax of `softmax(x.float()).to(x.dtype)` read and return low values: remove the pins that force these ops to fp32.
+    """Let the softmax of `softmax(x.float()).to(x.dtype)` read and return low values: remove the pins that force fp32.
 
-    The kernel of such an op (kind INTERNAL) computes in fp32 also for low operands, so it needs no `.float()`. The op loses its pin if the
-    default planner is in use (rule "cost"), and every reader of its fp32 result casts it to another tensor's dtype, as `.to(x.dtype)` does.
-    A conversion `x.float()` loses its pin if every reader is such an op or such a cast.
+    The kernel of such an op (kind INTERNAL) computes in fp32 also for low operands, so it needs no `.float()`. Its pin is removed if the
+    default planner is in use (rule "cost"), and every reader of its fp32 result casts this result to another tensor's dtype, as
+    `.to(x.dtype)` does. The pin of a conversion `x.float()` is removed if every reader is such an op or such a cast.
     """
 
     def internal(fact: Fact) -> bool:
@@ -381,9 +382,9 @@ _STATISTICS = ops_with(Trait.RUNNING_STATISTICS)
 
 
 def hooked_and_written(graph: torch.fx.Graph, hooked: Set[str]) -> bool:
-    """True if the graph writes to an input named in `hooked`, and autograd records the write.
+    """True if the graph writes to an input with a hook (its name is in `hooked`), and autograd records the write.
 
-    A hook that the model set before the write belongs to the old value, but Dynamo would set it on the new value, after the graph. Norms
+    A hook that the model set before the write belongs to the old value, but Dynamo would set it after the graph, on the new value. Norms
     write their running statistics without gradients, so writes to these do not count.
     """
     if not hooked:

@@ -134,12 +134,12 @@ def checkpoint_with_state(
 ) -> Any:
     """Return `checkpoint(body, *operands)`. The model holds the operands at the positions `state` (ascending), so they are not saved.
 
-    These operands are passed in one tuple: PyTorch does not save the tensors in a tuple, but does save the random states of their devices.
+    These operands are passed in one tuple, because PyTorch saves no tensors in a tuple. It still saves the random states of their devices.
     A reentrant checkpoint passes no gradients to tensors in a tuple. So with `use_reentrant`, operands that require gradients are passed
     directly, and saved.
 
-    If `enters`, the body enters regions, such as `torch.no_grad()`. If an error ends the body, the regions are closed. PyTorch itself ends
-    a recomputation by an error once it has all values that the backward needs.
+    `enters` is True if the body enters regions, such as `torch.no_grad()`. These regions are closed if an error ends the body. PyTorch
+    itself raises such an error in a recomputation once it has all values that the backward needs.
     """
     held = tuple((place, operands[place]) for place in state if not (use_reentrant and operands[place].requires_grad))
     apart = {place for place, _ in held}

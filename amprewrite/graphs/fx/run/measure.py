@@ -82,9 +82,9 @@ def _tasks(captured: Captured) -> Iterator[Task]:
 
 
 def _key(node: torch.fx.Node, fmt: Format) -> str:
-    """Return the key of the call `node` in the price file: the call in `fmt` as text, then `fmt`, as in "torch.add(bf16[8], 1) bf16".
+    """Return the key of a call in the price file: the call with `fmt` in place of fp32, then `fmt`, as in "torch.add(bf16[8], 1) bf16".
 
-    fp32 tensors are listed in `fmt`. The key is "" if a node among the arguments is no strided tensor: such a call cannot be made alone.
+    The key is "" if an argument node is no strided tensor: such a call cannot be made alone.
     """
     target: Any = node.target
     name = target if isinstance(target, str) else f"{getattr(target, '__module__', '')}.{getattr(target, '__name__', '')}"
@@ -129,7 +129,7 @@ def _caster(numel: int, low: Format, device: str) -> Callable[[], Callable[[], A
 
 
 def _seconds(make: Callable[[], Callable[[], Any]]) -> float | None:
-    """Return the seconds that one call of the function returned by `make` takes; None if `make` or the call raises an error."""
+    """Return the seconds that a call of the function `make()` takes; None if making or calling this function raises an error."""
     try:
         with torch.no_grad(), torch.random.fork_rng():
             timer = Timer("call()", globals={"call": make()}, num_threads=torch.get_num_threads())

@@ -30,9 +30,9 @@ from amprewrite.tables.vocabulary import Colour, Reason
 class Observer:
     """Callable that runs captured graphs op by op in fp32, and records the ranges of all their values in `regions`.
 
-    If `gradients` is True, it also records the ranges of gradients. If `weights` is False, it skips parameters, whose ranges are known
-    since capture, unless their zeros reach an op with a pole at zero (`log`, `reciprocal`). If `brief` is True, it saves time: it records
-    no histograms, and smallest magnitudes only for values whose zeros reach such an op (`before_pole`).
+    If `gradients` is True, it also records the ranges of gradients. If `weights` is False, it skips parameters, because capture knows their
+    ranges. But a parameter whose zeros reach an op with a pole at zero (`log`, `reciprocal`) is recorded. If `brief` is True, it saves
+    time: it records no histograms, and smallest magnitudes only for values whose zeros reach such an op (`before_pole`).
     """
 
     def __init__(self, gradients: bool = False, weights: bool = True, brief: bool = False) -> None:
@@ -95,7 +95,7 @@ class _ObservingInterpreter(torch.fx.Interpreter):
         return found
 
     def _see_again(self, n: torch.fx.Node, changed: list[torch.Tensor]) -> None:
-        """Observe again the earlier values that share memory with `changed`, the tensors that `n` wrote."""
+        """Record again the ranges of earlier values that share memory with `changed`, the tensors that `n` wrote."""
         memory = storages(list(map(local_part, changed)))
         for other, value in self.env.items():
             vertex = self.vertices.get(other)
@@ -137,10 +137,10 @@ def exchanges_infinities(captured: Captured) -> bool:
 
 
 def dangers(captured: Captured, plan: RegionPlan, seen: Mapping[str, RegionRanges]) -> Iterator[str]:
-    """Yield a description of each value that would cause an infinity because `plan` computes it in or casts it to the low format.
+    """Yield a description of each value that would cause an infinity if computed in, or cast to, the low format as `plan` does.
 
-    Such a value is too large for the format. Or it becomes zero, and an op that returns an infinity for zero (`log`, `reciprocal`) reads
-    it. `seen` holds the ranges of an fp32 run, by fingerprint of the graph.
+    Either the value is too large for the format. Or it becomes zero, and an op that returns an infinity for zero (`log`, `reciprocal`)
+    reads it. `seen` holds the ranges of an fp32 run, by fingerprint of the graph.
     """
     yield from too_large(captured, plan, seen)
     smallest = ROOM * captured.problem.policy.low.smallest_subnormal
@@ -156,7 +156,7 @@ def dangers(captured: Captured, plan: RegionPlan, seen: Mapping[str, RegionRange
 
 
 def too_large(captured: Captured, plan: RegionPlan, seen: Mapping[str, RegionRanges], room: float = ROOM) -> Iterator[str]:
-    """Yield a description of each value that `plan` computes in or casts to the low format, and that may exceed the format's range.
+    """Yield a description of each value that may exceed the low format's range where `plan` computes it in, or casts it to, this format.
 
     The largest magnitude of an op's result is multiplied by `room`, because other inputs may give larger values. Other values, such as
     weights, have no such margin. Values that may be clamped to ±max, such as masks, are left out. `seen` holds the ranges of an fp32 run,

@@ -62,7 +62,7 @@ def in_parts(layer: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that runs `layer`, one of LAYERS, in parts of STEPS time steps, and adds up the gradients of the parts in fp32.
 
     It takes the arguments in the form in which `nn.RNNBase` passes them. Its results equal those of `layer` bit by bit, except for a bf16
-    LSTM on a packed sequence. There oneDNN runs a part in which no sequence ends as one kernel, with fewer roundings than separate ops.
+    LSTM on a packed sequence: if no sequence ends within a part, oneDNN runs the part as one kernel, which rounds less often.
     """
 
     @functools.wraps(layer, assigned=())  # keep the name of `run`: with the name of `layer`, generated code would call `layer`
@@ -97,7 +97,7 @@ def in_parts(layer: Callable[..., Any]) -> Callable[..., Any]:
 def _run_direction(
     layer: Callable[..., Any], rows: Tensor, sizes: Tensor | None, state: list[Tensor], weights: list[Tensor], biased: bool, training: bool
 ) -> tuple[Tensor, list[Tensor]]:
-    """Return (results, final state) of one layer in one direction, in parts of STEPS steps. `sizes`: batch sizes if packed, or None."""
+    """Return (results, final state) of one layer in one direction, run in parts of STEPS steps. `sizes`: batch sizes if packed, or None."""
     done, wide = [], [weight.float() for weight in weights]
     for part, *size in _parts(rows, sizes):
         low = [linked_copy(each, weight.dtype, (), weight) for each, weight in zip(wide, weights, strict=True)]

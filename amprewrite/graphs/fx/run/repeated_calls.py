@@ -82,10 +82,7 @@ class Alike:
         """(tensor, number of its form), by the id of the tensor. Holding the tensor keeps its id from being reused."""
 
     def key(self, node: torch.fx.Node, value_of: Callable[[torch.fx.Node], Any] = example_value) -> Hashable | None:
-        """Return a key that is equal for calls that are alike; None if the call cannot be compared.
-
-        `value_of` returns the value of an operand node.
-        """
+        """Return a key that is equal for calls that are alike; None if the call cannot be compared. `value_of` gives operands' values."""
 
         def like(argument: Any) -> Hashable:
             if isinstance(argument, torch.fx.Node):
@@ -108,9 +105,9 @@ class Alike:
             return None
 
     def _form(self, tensor: torch.Tensor) -> int:
-        """Return a number for the form of `tensor`: dtype, device, sizes, strides, offset and flags. Equal forms have equal numbers.
+        """Return a number for the form of `tensor`: dtype, device, flags and memory layout. Equal forms have equal numbers.
 
-        Raises _NotAlike if this form does not describe the tensor fully: it is not a strided fake tensor, or its value is known.
+        Raises _NotAlike if `tensor` is not a strided fake tensor, or if its value is known: then its form does not describe it fully.
         """
         known = self._form_of.get(id(tensor))
         if known is None:
@@ -129,7 +126,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _differ_in_dtype(made: Any, captured: Any) -> bool:
-    """True if `made` and `captured` have equal sizes and strides, and may differ in dtype only. A dim of size one may have any stride."""
+    """True if `made` and `captured` can differ in dtype only: sizes are equal, and so are strides, except in dims of size one."""
     alike = _is_plain(made) and _is_plain(captured) and hints(made) == hints(captured)
     strides = zip(hints(made), made.stride(), captured.stride(), strict=True) if alike else ()
     return alike and all(size == 1 or hint(own) == hint(other) for size, own, other in strides)
@@ -167,8 +164,8 @@ class RepeatedCalls:
     def give(self, node: torch.fx.Node, value_of: Callable[[torch.fx.Node], Any], run: Callable[[Any], Any]) -> Any:
         """Return the fake value of `node`: the value of an earlier call that is alike, if there is one, otherwise a newly computed value.
 
-        `value_of(operand)` returns the value of an operand node. `run({operand: value})` runs the op. A reused fake value, for example,
-        does not show which memory the result has in a real run. In such a case `node.meta[MEMORY]` records this memory.
+        `value_of(operand)` returns the value of an operand node. `run({operand: value})` runs the op. If the returned value does not show
+        which memory the result has in a real run (a reused value does not), `node.meta[MEMORY]` records this memory.
         """
         operands: list[torch.fx.Node] = []
         torch.fx.map_arg((node.args, node.kwargs), operands.append)

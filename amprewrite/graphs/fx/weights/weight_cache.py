@@ -115,7 +115,7 @@ class WeightCache:
 
     # -- copies --------------------------------------------------------------------------
     def take(self, asked: Sequence[Wanted]) -> list[Tensor]:
-        """Return a low copy for each entry of `asked`: a kept copy if the open `Block` (a span of calls) has a fresh one, or a new copy."""
+        """Return a low copy for each (weight, dtype, layout) in `asked`: a fresh copy that the open `Block` keeps, or a new copy."""
         streams = streams_of([weight for weight, _, _ in asked])
         if streams and recording(_CUDA):
             self._replayed = True  # keep no copies from now on: a replay of the CUDA graph may update weights without calling our hook
@@ -125,9 +125,10 @@ class WeightCache:
         return [self._kept(block, *each, streams.get(each[0].get_device(), 0)) for each in asked]
 
     def _kept(self, block: Block, weight: Tensor, dtype: torch.dtype, layout: Layout, stream: int) -> Tensor:
-        """Return the copy that `block` keeps if it is up to date, otherwise a new copy.
+        """Return the low copy of `weight` that `block` (a span of calls) keeps, if this copy is up to date; otherwise a new copy.
 
-        The block keeps it if `weight` is plain strided memory (`is_plain`), and no inference tensor (PyTorch counts no writes to these).
+        The block keeps the new copy if `weight` is plain strided memory (`is_plain`), and no inference tensor, whose writes are not
+        counted.
         """
         key, copies = (id(weight), dtype, layout, stream), block.copies  # read the dict once: another thread may replace it
         found = copies.get(key)
@@ -209,10 +210,10 @@ class WeightCache:
         return stale
 
     def _end(self, block: Block, stepped: Set[int] | None = None) -> None:
-        """Drop all copies in `block`. If `stepped` holds the ids of weights that an optimizer stepped, drop only the copies of these.
+        """Drop all copies in `block`, or with `stepped` (ids of weights that an optimizer stepped) only the copies of these weights.
 
         With `stepped`, the block of `cache_weights="step"` also drops the copies of all other weights that require gradients: the optimizer
-        may have stepped master weights instead, which the training loop copies to the weights afterwards.
+        may have stepped master weights instead, and the training loop then copies master weights to these weights.
         """
 
         def stays(weight: Tensor) -> bool:
@@ -248,10 +249,10 @@ class WeightCache:
     def look(self, names: Names) -> None:
         """Compare a few rows of a few kept copies with their weights, to find writes that PyTorch does not count.
 
-        Each call checks different rows and copies. If a weight changed, the copies are dropped. Then the block of `cache_weights="step"`
-        warns, and any other block raises StaleWeightsError. On a CPU the result of the comparison is used at once. On CUDA a later call
-        uses it, so that the host does not wait; copies on other accelerators are compared only when their block closes. The block of a
-        `generate()` is compared only when it closes, so that not every token pays for it.
+        Each call checks different rows and copies. If a weight changed, all copies of the block are dropped. Then the block of
+        `cache_weights="step"` warns, and any other block raises StaleWeightsError. On a CPU the result of the comparison is used at once.
+        On CUDA a later call uses it, so that the host does not wait. On other accelerators, copies are compared only when their block
+        closes. So are the copies of a `generate()`, so that not every token pays for a comparison.
         """
         block = self.block() if self._open or self._until_step is not None else None
         if block is None or not block.copies or not (block.lasting or block.whole):
@@ -287,7 +288,7 @@ class WeightCache:
 
 
 class _Answer:
-    """The result of comparing weights with their copies on an accelerator, copied to the host without waiting."""
+    """The result of a comparison of weights with their copies on an accelerator. It is copied to the host without waiting."""
 
     def __init__(self, asked: Sequence[Flag]) -> None:
         self.weights, found = [weight for weight, _ in asked], _stacked(asked)
@@ -325,8 +326,8 @@ def kept_cast(cache: WeightCache, weight: Tensor, dtype: torch.dtype, layout: La
     """Return `pad_cast(weight, dtype, layout, inverse)`, in the memory of the low copy that `cache` keeps.
 
     `inverse`, one over the loss scale, multiplies the gradient of `weight`. With `inverse`, each call makes a new autograd node, because
-    the scale may change between calls. If `inverse` is None, all calls return the kept copy itself, whose one autograd node serves many
-    backwards. Tensor subclasses, and all weights in forward-mode AD, are cast anew at each call: a kept copy has no tangent.
+    the scale may change between calls. If `inverse` is None, every call in grad mode returns the kept copy itself, whose one autograd node
+    serves many backwards. Tensor subclasses, and all weights in forward-mode AD, are cast anew at each call: a kept copy has no tangent.
     """
     if in_forward_mode() or not is_plain(weight):
         return pad_cast(weight, dtype, layout, inverse)
@@ -337,7 +338,7 @@ def kept_cast(cache: WeightCache, weight: Tensor, dtype: torch.dtype, layout: La
 
 
 def streams_of(weights: Sequence[Tensor]) -> dict[int, int]:
-    """Return the id of the current stream of each accelerator that holds one of `weights`, by device index; {} if none does."""
+    """Return {device index: id of the current stream} for the accelerators that hold one of `weights`; {} if none does."""
     if torch.accelerator.current_accelerator() is None:
         return {}
     places = {weight.get_device() for weight in weights} - {-1}
@@ -363,10 +364,7 @@ def _state(weight: Tensor) -> tuple[int, int] | None:
 
 # -- comparisons ----------------------------------------------------------------------
 def _stale(copies: Copies, whole: bool) -> list[Tensor]:
-    """Return the weights that differ from their copies although PyTorch counted no write.
-
-    With `whole`, every element is compared, otherwise a sample of each copy.
-    """
+    """Return the weights that differ from their copies although PyTorch counted no write. Unless `whole`, only a sample is compared."""
     with torch.no_grad():
         stale, asked = _compared(copies.items(), None if whole else 0)
         differ = _stacked(asked).tolist() if asked else []
@@ -374,10 +372,10 @@ def _stale(copies: Copies, whole: bool) -> list[Tensor]:
 
 
 def _compared(kept: Iterable[tuple[Key, _Copy]], turn: int | None) -> tuple[list[Tensor], list[Flag]]:
-    """Compare copies with their weights. Skip a weight if PyTorch counted a write to it, or if its GPU records a CUDA graph.
+    """Compare copies with their weights. Return (weights on a CPU that differ, a `Flag` for each weight on an accelerator).
 
-    `turn` selects the slice to compare; with None, all elements are compared. Returns the weights on a CPU that differ, and a `Flag` (a
-    result still on the device) for each weight on an accelerator.
+    A `Flag` holds a result that is still on the device. `turn` selects the slice to compare; with None, all elements are compared. A weight
+    is skipped if PyTorch counted a write to it, or if its GPU records a CUDA graph.
     """
     stale: list[Tensor] = []
     asked: list[Flag] = []

@@ -79,7 +79,7 @@ class ConstantFacts:
         return loss_of(str(value.name), found, self.low, self._becomes_end(value, node, op), masks_scores)
 
     def read(self, constant: str, value: ir.Value, reader: str, node: ir.Node, op: str, result: ir.Value, index: int) -> ConstantRead:
-        """Return a record of one read of a constant: `node` reads `value` as operand `index`, in the format in which `node` runs.
+        """Return a `ConstantRead`: `node` reads the constant `value` as operand `index`, in the format in which `node` runs.
 
         `constant` and `reader` are the names of the op-graph nodes of `value` and `node`. `result` is the value that `node` computes.
         """
@@ -121,7 +121,7 @@ class ConstantFacts:
     def may_saturate(self, node: ir.Node, op: str, kind: OpKind | None, beside: bool) -> bool:
         """True if a low copy of the result of `node` should clamp numbers beyond the low range to ±max, because they belong to a mask.
 
-        The mask is a constant operand of `node`, or comes in an operand that is no constant. `beside`: such an operand may hold a mask.
+        The mask may be a constant operand of `node`. `beside` is True if an operand that is no constant may hold a mask, too.
         """
         far = any(self.saturates(value, node, op) for _, value in constants_of(node))
         return self.readers.holds_mask(node.outputs[0], op, kind, far, far, beside)
@@ -131,7 +131,7 @@ class ConstantFacts:
         return any(self.saturates(value, node, op) and not self._is_bound(value, op, node) for _, value in constants_of(node))
 
     def fill_range(self, name: str, node: ir.Node) -> dict[str, ValueRange]:
-        """Return {name: range} for a ConstantOfShape; {} if the low format holds its fill number, or if the number is that of a mask."""
+        """Return {`name`: range of the fill number} for a ConstantOfShape; {} if the low format holds the number, or if it fills a mask."""
         number = fill_of(node)
         found = facts(number, self.low)
         sides = {ABOVE if found.most > 0 else BELOW}
@@ -204,7 +204,7 @@ def before_a_pole(value: ir.Value) -> bool:
 
 
 def _is_pole(node: ir.Node, index: int) -> bool:
-    """True if a node returns an infinity where its operand `index` is zero. A power does unless its exponents are positive constants."""
+    """True if a node returns an infinity where its operand `index` is zero. A power counts, unless its exponents are positive constants."""
     return has_pole(op_of(node), index) or (op_of(node) == "pow" and index == 0 and not _is_positive(node.inputs[1]))
 
 
@@ -251,7 +251,7 @@ class Readers(MaskRules[ir.Value]):
         return all(self.only_block(each, sides) for each in made if is_float(each))
 
     def masks_scores(self, value: ir.Value) -> bool:
-        """True if each reader of `value` computes scores for a softmax, and none uses it as a bound, so that it can only mask scores."""
+        """True if `value` can only mask attention scores: all its readers compute scores for a softmax, and none uses it as a bound."""
         uses = value.uses()
         return bool(uses) and all(op_of(use.node) not in BOUNDS and self.reaches_softmax(use.node.outputs[0]) for use in uses)
 
@@ -387,7 +387,7 @@ def _may_lose(size: np.ndarray, fmt: Format, largest: float) -> bool:
 
 
 def _worst_slice(error: np.ndarray, values: np.ndarray) -> float:
-    """Return the largest relative L2 error: of all `values`, or of a slice along the first or last axis. `error` has each value's error."""
+    """Return the largest relative L2 error: of all `values`, or of one slice along the first or last axis. `error` is elementwise."""
     square_error, square = error.astype(np.float64) ** 2, values.astype(np.float64) ** 2
     axes = [None] if values.ndim < 2 else [None, tuple(range(1, values.ndim)), tuple(range(values.ndim - 1))]
     worst = 0.0

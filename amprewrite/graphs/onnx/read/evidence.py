@@ -41,10 +41,10 @@ FACTORS = {"alpha": 1.0, "beta": 1.0, "transA": 0}
 
 
 def read_offsets(reading: OnnxReading) -> frozenset[str]:
-    """Return the names of fp32 constants whose mean is above their spread, since rounding errors grow when a norm subtracts the mean.
+    """Return the names of the fp32 constants whose numbers have an offset: a mean that is larger than their spread.
 
-    Two sorts of constants are tested: constants that an op adds, and tables in which an op looks up rows.
-    """
+    A norm later subtracts this mean, and rounding errors then grow. Only two sorts of constants are tested: summands, such as the bias of
+    an addition, and tables in which an op looks up rows."""
     added, looked_up = added_values(reading.graph), tables(reading.graph)
     found = {name for name, values in _values(reading, added) if values.size > 1 and has_offset(values, added[name])}
     rows = ((name, values) for name, values in _values(reading, looked_up) if values.ndim > 1)
@@ -52,17 +52,17 @@ def read_offsets(reading: OnnxReading) -> frozenset[str]:
 
 
 def _values(reading: OnnxReading, names: Iterable[str]) -> list[tuple[str, np.ndarray[Any, Any]]]:
-    """Return (name, values) of each fp32 constant among the op-graph nodes `names`. Empty constants are left out."""
+    """Return a list of (name, values), one for each fp32 constant among the op-graph nodes `names`. Empty constants are left out."""
     held = ((name, reading.values[name]) for name in names if name in reading.values)
     constants = ((name, constant_tensor(value)) for name, value in held if format_of(value) == FP32.name)
     return [(name, tensor.numpy()) for name, tensor in constants if tensor is not None and tensor.size]
 
 
 def read_matrix_products(reading: OnnxReading, top: ir.Graph) -> tuple[dict[str, MatrixProduct], list[str]]:
-    """Return ({node name: product}, notes) for the MatMul and Gemm nodes of the graph `top` with a constant matrix as second operand.
+    """Return ({node name: product}, notes) for each MatMul or Gemm of the graph `top` whose second operand is a constant matrix.
 
-    Both operands are marked as trained (`x_learns`, `w_learns`), so that passes decide as they do for a model in training. Such products in
-    bodies (subgraphs) are left out, and a note gives their number: an fp8 copy needs a scale, and samples show no ranges in bodies.
+    Both operands are marked as trained (`x_learns`, `w_learns`), so that passes decide as they do for a model in training. Products in
+    bodies (subgraphs) are left out, with a note: an fp8 copy needs a scale, and sample runs record no ranges in bodies.
     """
     found: dict[str, MatrixProduct] = {}
     inside = 0
@@ -122,19 +122,19 @@ def with_counts(reading: OnnxReading, model: ir.Model) -> OpGraph:
 
 
 def _entering(value: ir.Value) -> Count:
-    """Return the `Count` of an input of a graph or subgraph: whether it is counted (a whole number), and how large it may be.
+    """Return the `Count` of an input of a graph or subgraph: whether it holds whole numbers, and how large they may be.
 
-    Values of floating or unknown dtype have Count.NOT (not counted). Booleans and integers of at most 8 bits have Count.WHOLE. Wider
-    integers have Count.LARGE, because they may be positions of any magnitude.
-    """
+    For a floating or unknown dtype it is Count.NOT. For booleans and integers of at most 8 bits it is Count.WHOLE: whole numbers of at most
+    256. Wider integers may be positions of any magnitude, so it is Count.LARGE."""
     dtype = format_of(value)
     return Count.NOT if dtype.startswith(FRACTIONS) or not dtype else made_of("", dtype, (), ())
 
 
 def _read(value: ir.Value, found: dict[ir.Value, Count]) -> Count:
-    """Return the `Count` of `value` (whether it is made of whole numbers, and how large it may be), and store it in `found`.
+    """Return the `Count` of `value`: whether it is computed only from whole numbers and constants, and how large it may be.
 
-    If `found` has no entry, the `Count` of an `If` follows from its branches, and a constant's from its elements. Others get Count.NOT.
+    `found` holds the known results, and this one is added. The `Count` of a result of an `If` follows from its branches, and the `Count` of
+    a constant from its elements. Any other value without an entry in `found` gets Count.NOT.
     """
     maker = value.producer()
     if value not in found and maker is not None and maker.op_type == "If":
@@ -152,7 +152,7 @@ RANDOM = ops_with(Trait.RANDOM)
 
 
 def drawing_ops(model: ir.Model) -> list[str]:
-    """Return the op types of `model` that draw random numbers in each run. A Dropout does if its third input may switch on training."""
+    """Return the op types of `model` that draw random numbers in each run. A Dropout counts only if its `training_mode` may be true."""
     nodes = (node for graph in model.graphs() for node in graph if op_of(node) in RANDOM or node.op_type.startswith("Random"))
     return sorted({node.op_type for node in nodes if node.op_type != "Dropout" or any(on and scalar(on) != 0 for on in node.inputs[2:])})
 
@@ -166,7 +166,7 @@ def read_repeated(reading: OnnxReading) -> frozenset[str]:
 
 
 def read_summands(reading: OnnxReading) -> dict[str, Summands]:
-    """Return the summands of each linear op, such as `x + 0.1 * y`, by the name of the op. Each summand has a factor, here 1 and 0.1."""
+    """Return {name of a linear op: {name of a summand: its factor}}. A multiplication of x by 0.1, for example, has {"x": 0.1}."""
     names = {value: name for name, value in reading.values.items()}
     exact, found = set[str](), dict[str, Summands]()
 
@@ -174,10 +174,10 @@ def read_summands(reading: OnnxReading) -> dict[str, Summands]:
         return names.get(value, "") if constant_tensor(value) is None else ""
 
     def factor(given: Any, how: str) -> Factor | None:
-        """Return the `Factor` of a product with `given` (`how` is ""), or of a division by `given` (`how` is "divided by").
+        """Return the factor by which `given` scales a summand: `given` itself if `how` is "", 1 / `given` if `how` is "divided by".
 
-        None unless `given` is a number (not 0 for a division), a constant that varies along one dim at most, or a schedule: a value of one
-        element that is computed without matrix products, such as a step size.
+        Return None if `given` is not one of these: a number (for a division, not 0), a constant that varies along one dim at most, or a
+        schedule. A schedule is a value of one element that is computed without matrix products, such as a step size.
         """
         tensor = constant_tensor(given) if isinstance(given, ir.Value) else None
         if tensor is not None:
@@ -198,7 +198,7 @@ def read_summands(reading: OnnxReading) -> dict[str, Summands]:
 
 
 def _is_exact(node: OpNode, exact: set[str]) -> bool:
-    """True if a value is computed without products, random ops and loops, as a step size is. Its operands must be in `exact`."""
+    """True if the result of `node` is computed without matrix products, random ops and loops. `exact` names all earlier such results."""
     if node.role != "op":
         return node.role != "output"
     # Check the kind, too: a product of unknown shape has `flops == 0`, but its kind is ALLOW.

@@ -44,7 +44,7 @@ NOTES = "amprewrite.read"
 def load(source: Source) -> ir.Model:
     """Return a copy of the model to work on. Raises CaptureError if `source` is no ONNX model, or if its external data is missing.
 
-    If another process replaces the file during reading, the old external data may be gone: then the new file is read, up to TRIES times.
+    Another process may replace the file, and remove its external data, during reading. The new file is then read, in at most TRIES tries.
     """
     for _ in range(TRIES - 1):
         before = _version(source)
@@ -68,7 +68,7 @@ def _version(source: Source) -> tuple[int, ...]:
 
 
 def _load(source: Source) -> ir.Model:
-    """Read and check a model. Raises CaptureError if it is no complete ONNX model, PolicyError if `source` is of a wrong type."""
+    """Read and check the model in `source`. Raises PolicyError if `source` is of a wrong type, CaptureError if it is no full ONNX model."""
     if not isinstance(source, ir.Model | onnx.ModelProto | str | Path):
         raise PolicyError(f"rewrite_onnx takes a path, a ModelProto or an onnx_ir.Model, not {type(source).__name__}")
     name = name_of(source)
@@ -113,9 +113,9 @@ def _load_initialisers(model: ir.Model) -> None:
 
 
 def _load_attributes(model: ir.Model) -> None:
-    """Load external tensors of attributes (such as those of a Constant), and weights inside functions, into memory.
+    """Load into memory the external tensors that are attributes (as in a Constant), and the weights inside functions.
 
-    Other tensors must be in memory, because we write only initialisers of the model's own graphs to external files.
+    Only initialisers of the model's own graphs are later written to external files. So all other tensors must be in memory.
     """
     own = set(model.graphs())
     for graph in all_graphs(model):
@@ -138,8 +138,8 @@ def _in_memory(tensor: ir.TensorProtocol) -> ir.TensorProtocol:
 def _parsed(source: onnx.ModelProto | str | Path) -> ir.Model:
     """Return the model in a protobuf or a file, without loading external data.
 
-    A value that is both an input and an output gets the input's type, because the output's type in the file may be wrong. onnx_ir would
-    refuse or silently drop some parts: here they are converted (sparse to dense), refused with a message, or noted in `model.meta`.
+    A value that is both an input and an output gets the input's type, because the output's type in the file may be wrong. onnx_ir refuses
+    or silently drops some parts. They are first converted (sparse to dense), refused with a message, or noted in `model.meta`.
     """
     proto = copy.deepcopy(source) if isinstance(source, onnx.ModelProto) else onnx.load(source, load_external_data=False)
     name = name_of(source)
@@ -164,10 +164,10 @@ def _parsed(source: onnx.ModelProto | str | Path) -> ir.Model:
 
 
 def _folder_of_data(proto: onnx.ModelProto, path: Path) -> Path:
-    """Return the folder with the external data of the model file `path`: usually the folder of the file.
+    """Return the folder that holds the external data of the model file `path`. It is usually the folder of `path`.
 
-    The file and its data may be links into another folder, as in the cache of the Hugging Face hub. Then that folder is returned, and the
-    external data in `proto` is renamed in place to the names of the files there.
+    In the cache of the Hugging Face hub, `path` and its data files are links to files in another folder. In this case return the other
+    folder, and replace the names of the links in `proto` by the names of the files there, in place.
     """
     home = Path(os.path.realpath(path)).parent
     tensors = (tensor for graph in (proto.graph, *proto.functions) for tensor in tensors_of(graph))
@@ -181,7 +181,7 @@ def _folder_of_data(proto: onnx.ModelProto, path: Path) -> Path:
 
 
 def _refuse_maps(graph: onnx.GraphProto, name: str) -> None:
-    """Raise CaptureError if an input or output is or contains a map. Remove map types of inner values, which onnx_ir cannot read."""
+    """Raise CaptureError if an input or output holds a map. Erase declared map types of inner values, because onnx_ir cannot read them."""
     for kind, values in (("input", graph.input), ("output", graph.output)):
         for value in values:
             if _holds_map(value.type):
@@ -366,7 +366,7 @@ class FreshNames:
             self.taken |= {value.name for value in _values(graph)} | {node.name for node in graph}
 
     def new(self, base: str) -> str:
-        """Return `base`, or `base` with a number at its end if it is taken."""
+        """Return `base`. If a value, a node or an earlier result of `new` has this name, return `base` with a number at its end."""
         name, count = base, 1
         while name in self.taken:
             name, count = f"{base}_{count}", count + 1

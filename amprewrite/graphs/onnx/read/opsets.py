@@ -57,9 +57,9 @@ REMEDY = "raise it with onnx.version_converter.convert_version"
 def name_opset(model: ir.Model) -> int:
     """Return the opset of onnx's own ops in `model`, and store it in the model under the domain "".
 
-    If the model names no opset, it is 1, as ONNX defines for old files. A newer model (IR version 3 on) may have only ops of other domains.
-    It then gets the newest opset that its functions name. If they name none, it gets CASTS, which allows casts between all formats.
-    """
+    A model that names no such opset gets 1, as ONNX defines for old files. The exception is a model of IR version 3 or later that has only
+    ops of other domains. It gets the newest opset of onnx's ops that its functions name. If they name none, it gets CASTS, which allows
+    casts between all formats."""
     domains = model.opset_imports
     of_functions = [opset for each in model.functions.values() for domain, opset in each.opset_imports.items() if domain in ("", "ai.onnx")]
     if "" not in domains and "ai.onnx" not in domains:
@@ -73,7 +73,7 @@ def name_opset(model: ir.Model) -> int:
 
 
 def unite_opsets(model: ir.Model) -> None:
-    """Give the functions of a model the opsets of the model, as inlining needs. Raises CaptureError if an op means something else there."""
+    """Give each function of a model the model's opsets, as inlining needs. Raises CaptureError if that changes the meaning of an op."""
     for function in model.functions.values():
         for domain, opset in list(function.opset_imports.items()):
             key = "" if domain == "ai.onnx" else domain
@@ -92,7 +92,7 @@ def unite_opsets(model: ir.Model) -> None:
 def raise_old(model: ir.Model) -> ir.Model:
     """Convert a model of an older opset to the opset OLDEST.
 
-    Raises CaptureError if onnx's version converter cannot, as for a very large model, or if an op in a subgraph may change its results.
+    Raises CaptureError if onnx's version converter fails, if the model is too large for it, or if an op in a subgraph may change results.
     """
     opset = model.opset_imports[""]
     said = f"the model is of opset {opset}, older than {OLDEST}"
@@ -167,10 +167,10 @@ def _unsqueeze(graph: ir.Graph, node: ir.Node, slope: ir.Value, axes: list[int])
 
 # -- the low format ---------------------------------------------------------------------------
 def raise_for_format(model: ir.Model, low: Format, lists: OpLists, least: int = 0) -> tuple[ir.Model, list[str]]:
-    """Raise a model to the lowest opset at which its ops may return the type `low`, such as bf16. Return (model, notes on the change).
+    """Raise the opset of a model until its ops may return the type `low`, such as bf16. Return (model, notes on the change).
 
-    Ops that `lists` keep in fp32 do not count, and neither do ops that return `low` at no opset. The new opset is at least `least`, and
-    never lower than before. If the opset cannot be raised, the model is returned unchanged, with a note.
+    The new opset is the lowest that suffices, but at least `least`, and never lower than before. Two sorts of ops are ignored: ops that
+    `lists` keep in fp32, and ops that can return `low` at no opset. If raising is impossible, return the model unchanged, with a note.
     """
     opset = model.opset_imports[""]
     nodes = [node for graph in model.graphs() for node in graph if not node.domain]
@@ -208,7 +208,7 @@ def raise_for_format(model: ir.Model, low: Format, lists: OpLists, least: int = 
 
 
 def _keep_asymmetric(model: ir.Model) -> None:
-    """Set attributes of each Resize in a raised model, so that it reads the same elements as before. The defaults would read others.
+    """Set attributes of each Resize, so that it reads the same elements as before its opset was raised. The defaults would read others.
 
     Below the opset RESIZED, element i of a result is read at i / scale ("asymmetric"). In the mode "nearest", ONNX Runtime rounds this
     position down ("floor"), or up ("ceil") if the scale is below one.
@@ -226,7 +226,7 @@ def _raise_ir_version(model: ir.Model, opset: int) -> None:
 
 
 def _wants_low(node: ir.Node, lists: OpLists) -> bool:
-    """True if the op lists let a node with an fp32 result run low. True for an If, Loop or Scan through which fp32 values pass."""
+    """True if `node` has an fp32 result and the op lists let it run low. For an If, Loop or Scan: True if fp32 values enter or leave it."""
     if node.op_type in FLOW:  # If, Loop and Scan are on no list, but fp32 values that enter or leave their subgraphs may become low
         crossing = (value for body in bodies(node) for value in (*body.inputs, *body.outputs))
         return any(format_of(value) == "fp32" for value in (*node.outputs, *crossing))

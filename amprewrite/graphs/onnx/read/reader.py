@@ -185,8 +185,8 @@ class _Reader:
     ) -> str:
         """Add an op-graph node for an input, a constant, a value that enters or leaves a subgraph, or one of several results of an op.
 
-        Return its name: `name`, or if that is "", a free name made from the name of `value`. `pinned` is the forced colour (low or high)
-        with its reason, or None. A value that is not fp32 has the colour plain.
+        Return the name of the new node: `name`, or if that is "", an unused name made from the name of `value`. `pinned` is the forced
+        colour (low or high) with its reason, or None. A value that is not fp32 has the colour plain.
         """
         name = name or self.unique(str(value.name))
         dtype = format_of(value)
@@ -262,8 +262,8 @@ class _Reader:
     def add_result(self, node: str, value: ir.Value, grouped: bool, pinned: Pin | None, may_saturate: bool) -> None:
         """Add an op-graph node for `value`, one of several results of the op-graph node `node`.
 
-        If `grouped`, the value has the format of `node`, and `pinned` is its forced colour; otherwise it stays fp32. `may_saturate` is True
-        if it may hold mask numbers that the low format clamps.
+        If `grouped` is True, `value` has the format of `node`, and `pinned` is its forced colour or None. If it is False, `value` stays
+        fp32. `may_saturate` is True if `value` may hold numbers of a mask, such as -1e9, that the low format clamps.
         """
         operand = Operand(node, Demand.COLOUR if grouped else Demand.ANY)
         own: Pin | None = pinned if grouped else (Colour.HIGH, Reason.NO_KERNEL, "this result is always fp32")
@@ -316,10 +316,10 @@ class _Reader:
         return held is not None and held.size == 1
 
     def keep_unsaturated(self, names: Iterable[str], text: str) -> None:
-        """Keep the op-graph nodes `names` in fp32 if they hold mask numbers that a low format would clamp: an op needs these unchanged.
+        """Keep the op-graph nodes `names` in fp32 if they hold numbers of a constant mask, such as -1e9, that a low format would clamp.
 
-        Also keep the nodes between a constant mask and `names`. If no constant mask reaches `names`, do nothing. `text` is the reason in
-        the plan.
+        An op that reads `names` needs these numbers unchanged. Nodes between the mask and `names` stay fp32, too. If no constant mask
+        reaches `names`, nothing changes. `text` is the reason that the plan shows.
         """
         graph = self.reading.graph
 
@@ -331,13 +331,13 @@ class _Reader:
             graph.nodes[name] = replace(graph[name], pinned=graph[name].pinned or (Colour.HIGH, Reason.CONSTANT, text))
 
     def saturates(self, operands: Iterable[Operand]) -> bool:
-        """True if one of `operands` may hold mask numbers beyond the low format's range, which a low copy clamps to ±max."""
+        """True if one of `operands` may hold numbers of a mask, such as -1e9, that a low copy clamps to the ends of its range."""
         return any(self.reading.graph[operand.value].may_saturate for operand in operands)
 
     def walled(self, name: str, node: ir.Node, inner: list[ir.Graph]) -> tuple[Operand, ...]:
         """Return the operands of an op that must run in fp32, since it is on no op list, has subgraphs, or reads values of unknown type.
 
-        Each fp32 value of the op graph that the op or its subgraphs `inner` read becomes an operand. The op needs it in fp32.
+        The operands are all fp32 values of the op graph that the op or its subgraphs `inner` read. Each is needed in fp32.
         """
         slots = [Slot(node, index) for index in range(len(node.inputs))]
         for body in inner:
@@ -423,8 +423,8 @@ class _Reader:
     def cross(self, node: ir.Node, name: str, value: ir.Value, reads: list[tuple[Slot, ir.Value]], precision_group: str) -> None:
         """Add an op-graph node, named after `name`, for `value`, which enters or leaves a body (subgraph) of `node`.
 
-        `reads` holds pairs (place, value that is read there and becomes `value`). A result of an If has two: one output of each branch.
-        `precision_group` names a group of nodes that must have one format; "" for none.
+        `reads` holds a pair (place, value read there) for each value that becomes `value`. For a result of an If, these are one output of
+        each branch. `precision_group` names a group of nodes that must have one format; "" for none.
         """
         name = self.unique(name)
         demands: dict[str, Demand] = {}
@@ -445,7 +445,7 @@ class _Reader:
         self.reading.nodes[name] = node
 
     def pin_border(self, node: ir.Node) -> Pin | None:
-        """Return (high, reason, detail) if an If, Loop or Scan must run in fp32, since the opset allows it no low type; otherwise None."""
+        """Return (high, reason, detail) if an If, Loop or Scan must run in fp32, since its opset allows no low type; otherwise None."""
         sig = signature(node.domain, node.op_type, self.opset)
         if sig is None or any(sig.allows(variable, self.low) for variable, _ in sig.takes):
             return None
@@ -479,10 +479,10 @@ def scopes(node: ir.Node) -> tuple[str, str]:
 
 
 def flops(node: ir.Node) -> int:
-    """Return the FLOPs (two for each multiply-add) of a matrix product or convolution; 0 for other ops. Open dims count as 64.
+    """Return the FLOPs (two for each multiply-add) of a matrix product or convolution; 0 for other ops.
 
-    A result of unknown shape, as in subgraphs, counts as one element. An operand of known shape tells how many products an element sums.
-    """
+    A dim without a fixed size counts as 64. A result of unknown shape, as in subgraphs, counts as one element. The number of products that
+    are summed for one element is read from the shape of an operand."""
     op = op_of(node)
     shapes = [tuple(d if isinstance(d, int) else 64 for d in (v.shape or ())) if v is not None else () for v in node.inputs]
     if op in ("matmul", "addmm"):

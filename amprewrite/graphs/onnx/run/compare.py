@@ -106,12 +106,13 @@ SAME = 1e-3
 
 
 def check_raised(name: str, stages: Sequence[ir.Model], samples: Samples, limit: TimeLimit = "auto") -> None:
-    """Raise CaptureError unless the raised model is shown to compute the same as the original.
+    """Raise CaptureError unless it is shown that raising the opset of a model did not change its results.
 
-    `stages` holds the model at each opset, from the original to the raised one. `samples` holds inputs, and outputs of the raised model.
-    The first stage that runs in ONNX Runtime must give these outputs. Earlier stages may fail to run, since ONNX Runtime lacks kernels
-    for many old ops. Each earlier stage needs another proof: by the schemas, its ops compute the same at the next opset, or onnx's own
-    evaluator gives these outputs for it. The evaluator runs some old ops by new rules, so the error does not call a difference a mistake.
+    `stages` holds the model at each opset, from the original to the raised model. `samples` holds inputs, and the outputs of the raised
+    model on them. ONNX Runtime lacks kernels for many old ops, so early stages may fail to run. The first stage that runs must give the
+    same outputs. Each stage before it needs another proof: the schemas show that its ops compute the same at the next opset, or onnx's own
+    evaluator gives the same outputs. If this evaluator differs, the error only says that a proof is missing: it runs some old ops by new
+    rules.
     """
     for before, after in pairwise(stages):
         opset, raised = before.opset_imports[""], after.opset_imports[""]
@@ -149,8 +150,8 @@ def _runs(model: ir.Model, samples: Samples, limit: TimeLimit) -> list[list[Any]
 def _evaluations(model: ir.Model, samples: Samples) -> list[list[Any]] | None:
     """Return the model's outputs on the samples in onnx's own evaluator; None if it does not run the model, or if two runs differ.
 
-    None also without samples, for a model too large for one protobuf, and for a model with If, Loop or Scan, since the evaluator has no
-    time limit.
+    The result is also None without samples, for a model too large for one protobuf, and for a model with If, Loop or Scan, since the
+    evaluator has no time limit.
     """
     if not samples.feeds or is_large(model) or any(node.op_type in FLOW for graph in model.graphs() for node in graph):
         return None
@@ -219,7 +220,7 @@ class _UnroundedNames:
             self.mark += "_"
 
     def raw(self, name: str) -> str:
-        """Return the new name of a value before rounding. Its rounded form keeps `name`, which readers use."""
+        """Return the name of the unrounded form of the value `name`. The rounded form keeps `name`, which its readers use."""
         return name + self.mark
 
     def round(self, name: str, low: int) -> list[onnx.NodeProto]:

@@ -132,8 +132,8 @@ def is_large(model: ir.Model) -> bool:
 def may_crash(model: ir.Model) -> bool:
     """True if ONNX Runtime's optimiser may crash the process (segmentation fault, seen in 1.31) when it loads the model.
 
-    The crash needs a Transpose with a low result that a matrix product reads through a cast to fp32. On a CPU all products read fp32, so
-    the test only looks for the Transpose.
+    It may crash if a Transpose has a low result, which a matrix product reads through a cast to fp32. On a CPU all products read fp32, so
+    the answer is True for any Transpose with a low result.
     """
     transposes = (node for node in model.graph.all_nodes() if node.op_type == "Transpose" and not node.domain)
     return any(format_of(node.outputs[0]) in LOW_NAMES for node in transposes)

@@ -149,7 +149,7 @@ def _checked(model: ir.Model, sample: Any, where: str) -> Feed:
 def _checked_value(value: ir.Value, kind: ir.TypeProtocol | None, given: Any, where: str) -> Any:
     """Return `given` as an input of type `kind`: an array, a list of arrays for a sequence, or None for an optional.
 
-    Raises PolicyError, with a message that begins with `where`, if it does not fit the type or the shape of `value`.
+    Raises PolicyError, with a message that begins with `where`, if `given` does not fit the type or the shape of `value`.
     """
     if isinstance(kind, ir.OptionalType):
         return None if given is None else _checked_value(value, kind.elem_type, given, where)
@@ -174,7 +174,7 @@ def _checked_value(value: ir.Value, kind: ir.TypeProtocol | None, given: Any, wh
 
 # -- made-up inputs -----------------------------------------------------------------
 def made_up_feeds(model: ir.Model) -> Iterator[Feed]:
-    """Yield made-up inputs with different sizes of open dims (dims of no fixed size), likely sizes first; one sample if none is open."""
+    """Yield made-up samples, each with other sizes for the dims without a fixed size, likely sizes first; one if all sizes are fixed."""
     seen: set[tuple[tuple[int, ...], ...]] = set()
     for first, rest in SIZES:
         feed = _made_up(model, first, rest)
@@ -185,7 +185,7 @@ def made_up_feeds(model: ir.Model) -> Iterator[Feed]:
 
 
 def _made_up(model: ir.Model, first: int, rest: int) -> Feed:
-    """Return made-up inputs. A dynamic dim has the size `first` at the start of a shape, otherwise `rest`; dims of one name are equal."""
+    """Return made-up inputs. Dims without a fixed size get the size `first` in dim 0, otherwise `rest`. Dims of one name get one size."""
     generator = np.random.default_rng(0)
     open_dims: dict[str, int] = {}
     feed: Feed = {}
@@ -279,7 +279,7 @@ def _fp32_values(model: ir.Model) -> list[ir.Value]:
 
 
 def _fill_types(model: ir.Model, runnable: Runnable) -> None:
-    """Let ONNX Runtime infer the types and shapes of values of unknown type. Nothing changes if it does not load the model.
+    """Let ONNX Runtime infer the types and shapes of values of unknown type. If ONNX Runtime cannot load the model, nothing changes.
 
     Results of If, Loop and Scan are left out: `read/reader.py` infers their types.
     """
@@ -295,7 +295,7 @@ def _fill_types(model: ir.Model, runnable: Runnable) -> None:
 
 
 class _Observer:
-    """Runs one model and records the ranges of its outputs and of the values `wanted`. Values that do not fit one run get further runs."""
+    """Runs one model and records the ranges of its outputs and of the values `wanted`, in several runs if they are too large for one."""
 
     def __init__(self, runnable: Runnable, wanted: Iterable[ir.Value]) -> None:
         self.runnable, self.own = runnable, runnable.outputs
@@ -349,7 +349,7 @@ def _bytes(arrays: Iterable[Any]) -> int:
 
 
 def _chunks(wanted: Iterable[ir.Value]) -> Iterator[list[ir.Value]]:
-    """Divide values into lists whose values have at most CHUNK elements together. A value with more elements has a separate list."""
+    """Divide values into lists whose values have at most CHUNK elements together. A value with more elements gets a list of its own."""
     chunk: list[ir.Value] = []
     held = 0
     for value in wanted:

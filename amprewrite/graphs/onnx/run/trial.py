@@ -28,8 +28,8 @@ START = 60.0
 def failure(model: bytes | str, feeds: Sequence[dict[str, Any]], providers: Iterable[str], seconds: float | None) -> str:
     """Try a model in a separate process. Return "" if ONNX Runtime loads it and runs at least one of `feeds`, otherwise the error as text.
 
-    If `feeds` is empty, loading is enough. `model` is the bytes of a protobuf, or a path. `seconds` is the time that one run may take, from
-    which the time limit of the whole trial is computed; None for no limit.
+    If `feeds` is empty, loading is enough. `model` is the bytes of a protobuf, or a path. `seconds` is the time limit of one run, from
+    which the limit of the whole trial is computed; None for no limit.
     """
     if not sys.executable or getattr(sys, "frozen", False):
         return "there is no Python beside this program to try it in"

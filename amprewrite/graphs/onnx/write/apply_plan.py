@@ -92,7 +92,7 @@ def _retype(reading: OnnxReading, colours: dict[str, Colour], low: Format) -> No
 
 # -- 2. casts -------------------------------------------------------------------------
 def _put(reading: OnnxReading, cast: Cast, copy: ir.Value) -> None:
-    """Make each op in `cast.users` read `copy`, the value of `cast` in the other format, instead of the value itself."""
+    """Make each op in `cast.users` read `copy`, which is `cast.value` in the other format, instead of `cast.value` itself."""
     for user in cast.users:
         for slot in reading.slots[user, cast.value]:
             slot.put(copy)
@@ -126,9 +126,9 @@ def _store_low(reading: OnnxReading, cast: Cast, names: FreshNames) -> None:
 
 
 def _insert_cast(model: ir.Model, reading: OnnxReading, cast: Cast, names: FreshNames) -> ir.Node:
-    """Insert a Cast node right after the node that makes `cast.value`, and make the ops in `cast.users` read its result. Return the node.
+    """Insert a Cast node right after the node that makes `cast.value`, and return it. The ops in `cast.users` then read the Cast's result.
 
-    If `cast` saturates, a Clip to the range of the low format precedes the Cast. The names of the model's outputs do not change.
+    If `cast.saturate` is set, a Clip to the range of the low format precedes the Cast. The names of the model's outputs do not change.
     """
     value, to = reading.values[cast.value], FORMATS[cast.to]
     graph = _graph_of(model, value)
@@ -195,7 +195,7 @@ def _tidy(model: ir.Model) -> None:
 
 
 def _target(node: ir.Node) -> tuple[int, int]:
-    """Return (target type of a Cast, its attribute `saturate`). Two casts of a value are equivalent if these are equal."""
+    """Return (target type of a Cast, its attribute `saturate`). Two casts of a value are equivalent if both items are equal."""
     return node.attributes["to"].as_int(), node.attributes.get_int("saturate", 1)
 
 

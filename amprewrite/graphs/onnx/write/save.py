@@ -99,7 +99,7 @@ class Written:
 
 
 def _is_there(data: Path, target: Path) -> bool:
-    """True if the file `target` has the same content as `data`. Such a file is not replaced, because a reader may have it open."""
+    """True if `target` is a file with the content of `data`, and no link. Such a file is not replaced, as a reader may have it open."""
     return target.is_file() and not target.is_symlink() and filecmp.cmp(data, target, shallow=False)
 
 
@@ -187,8 +187,8 @@ def _mentions(path: Path, name: str) -> bool:
 def written(model: ir.Model, target: Path | None, external_data: bool | str) -> Iterator[Written]:
     """Context manager that writes the model to files in a scratch folder, and removes the folder on exit.
 
-    `Written.keep`, called inside the block, moves the files to `target`, which is None for a model that is only checked. `external_data`
-    True puts weights outside the model, "auto" only if they do not fit one protobuf. Raises EmitError if a file cannot be written.
+    Inside the block, `Written.keep` moves the files to `target` (None for a model that is only checked). If `external_data` is True,
+    weights are written outside the model; if "auto", only if they do not fit one protobuf. Raises EmitError if a file cannot be written.
     """
     outside = is_large(model) if external_data == "auto" else bool(external_data)
     shown = target or Path(tempfile.gettempdir()) / "model.onnx"

@@ -69,9 +69,9 @@ def _unary(op: str) -> Callable[[Contents], Content]:
 
 
 def _arithmetic(view: View, op: str) -> Callable[[Contents], Content]:
-    """Return a function that computes the number in the padding of the result of `op`, such as `add`, from the operands' paddings.
+    """Return a function that computes the number in the padding of the result of `op`, an op on two operands such as `add`.
 
-    Its argument is {name of an operand: number in its padding} (`Contents`). It raises Hazard if the number is unknown, infinite or large.
+    The function takes {name of an operand: number in its padding}. It raises Hazard if the result's number is unknown, infinite or large.
     """
     call = view.call
     operands = list(call.args[:2]) if len(call.args) >= 2 else [call.get(0, "input"), call.get(1, "other")]
@@ -137,7 +137,7 @@ def prelu(view: View) -> Rule:
 
 
 def binary(view: View) -> Rule:
-    """Return the padding rule of arithmetic on two operands. A dim may be padded if each operand has the dim or is broadcast along it."""
+    """Return the padding rule of arithmetic on two operands. A dim may be padded if all operands that have it are floating tensors."""
     call = view.call
     rule = Rule(content=_arithmetic(view, call.op))
     if call.kwargs.get("rounding_mode") is not None:
@@ -185,8 +185,8 @@ def power(view: View) -> Rule:
 def where(view: View) -> Rule:
     """Return the padding rule of `where` and `masked_fill`.
 
-    A dim may be padded if the condition is broadcast along it. (A boolean mask cannot be padded.) Both values to choose from must be 0 in
-    the padding.
+    A dim may be padded if the condition is broadcast along it. (A boolean mask cannot be padded.) Both values between which the op chooses
+    must hold zeros in their padding.
     """
     call = view.call
     if call.op == "where":

@@ -49,7 +49,7 @@ def compile_exactly(module: torch.fx.GraphModule, inputs: Sequence[Any]) -> Call
 
 
 class ChooseFused(CustomGraphPass):
-    """A pass that inductor runs on each graph before lowering: it replaces calls by equivalent calls that inductor can fuse (`spell`), and
+    """A pass that inductor runs on each graph before lowering. It replaces calls by equivalent calls that inductor can fuse (`spell`), and
     marks all calls that inductor may fuse. The operands of all other calls keep eager code's strides."""
 
     def __call__(self, graph: torch.fx.Graph) -> None:

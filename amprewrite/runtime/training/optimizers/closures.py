@@ -170,8 +170,8 @@ def _with_inner(optimizer: Optimizer, seen: frozenset[int] = frozenset()) -> Ite
 def guarded_closure(optimizer: Optimizer, closure: Callable[..., Any], look: Look) -> Evaluated | Checked:
     """Wrap the `closure` of an optimizer step so that the gradients it computes are checked. `look` returns their overflow flag.
 
-    The result is an `Evaluated`, which runs the closure at once, if the step calls its closure before it does anything else. Otherwise
-    it is a `Checked`.
+    If the step calls its closure before it does anything else, return an `Evaluated`, which runs the closure now. Otherwise return a
+    `Checked`, which runs the closure when the step calls it.
     """
     first = calls_closure_first(inspect.unwrap(type(optimizer).step))
     return (Evaluated if first else Checked)(optimizer, closure, look)

@@ -88,7 +88,7 @@ class Guard:
             self._hooks.append(optimizer.register_load_state_dict_post_hook(self._loaded))
 
     def add(self, gate: StepRecord) -> None:
-        """From now on, check gradients for the model of `gate` before a step. If the optimizer's checkpoint has a loss scale, load it."""
+        """From now on, check gradients for the model of `gate` before a step. Load the model's loss scale if a checkpoint had one."""
         if not any(ref() is gate for ref in self._refs):
             self._refs.append(weakref.ref(gate, functools.partial(_gate_died, weakref.ref(self))))
         self.resume()
@@ -150,7 +150,7 @@ class Guard:
         return [p for p in params if id(p) in own or id(p) not in others]
 
     def look(self, optimizer: Optimizer, gates: list[StepRecord], params: list[Tensor]) -> Tensor | None:
-        """Return the overflow flag of a step: above 0 if gradients hold inf or NaN, or held them after an earlier backward (`Noted.due`).
+        """Return the overflow flag of a step: above 0 if gradients hold inf or NaN now, or held them after an earlier backward.
 
         Returns None if there is nothing to check. `gates`: the StepRecords of the guarded models. `params`: the parameters of `optimizer`.
         """
@@ -172,9 +172,9 @@ class Guard:
     def before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Check gradients before a step, and report the result to the StepRecord of each model that the optimizer trains.
 
-        PyTorch calls this hook with the arguments of `step`. The hook returns new (args, kwargs) for the step, or None to keep them. To
-        skip the step, a stand-in without parameters replaces the optimizer in `args`, or `after` undoes the step, or a fused kernel skips
-        it by `found_inf`. A wrapper that checks gradients replaces a closure. Raises LossScaleError if a GradScaler makes the step.
+        PyTorch calls this hook with the arguments of `step`. The hook returns new (args, kwargs) for the step, or None to keep them. A
+        step is skipped in one of three ways: the hook puts a stand-in without parameters into `args`, `after` undoes the step, or a fused
+        kernel reads `found_inf`. A wrapper that checks gradients replaces a closure. Raises LossScaleError if a GradScaler makes the step.
         """
         gates, frames = self.gates(), frames_of_step(optimizer)
         if not (gates and frames):
@@ -213,9 +213,10 @@ class Guard:
         return (args[0], guarded, *args[2:]), kwargs
 
     def _skip(self, optimizer: Optimizer) -> Optimizer:
-        """Return the optimizer that the running `step` gets as `self`, so that the step is skipped.
+        """Return the object that the running `step` gets as `self` in place of `optimizer`, so that the step is skipped.
 
-        For a class of torch.optim it is a stand-in. Otherwise it is `optimizer` itself with gradients of zero, and `after` undoes the step.
+        For a class of torch.optim it is a stand-in without parameters. For others it is `optimizer` itself: its gradients are set to zero,
+        and `after` undoes the step.
         """
         if type(optimizer).__module__.startswith("torch.optim."):
             return _stand_in(optimizer)
@@ -255,7 +256,7 @@ class Guard:
             self._told.add(wrapper)
 
     def _tell(self, gates: list[StepRecord], optimizer: Optimizer, params: list[Tensor], found: Tensor, overflow: bool | None) -> None:
-        """Report a step to the StepRecords `gates` and, once each, to their loss scales. Leave out a scale if forwards used 1 in its place.
+        """Report a step to the StepRecords `gates`, and once to each loss scale, unless forwards used 1 in place of the scale.
 
         `found`: the overflow flag of the step. `overflow`: its value, None if the host has not read it. `params`: parameters whose
         gradients still exist after the step.
@@ -273,9 +274,9 @@ class Guard:
             gate.stepped(optimizer, overflow)
 
     def _skips_by_itself(self, optimizer: Optimizer) -> bool:
-        """True if a fused optimizer may skip a step by `found_inf`: if it already has state for all parameters with gradients.
+        """True if the kernel of a fused optimizer may skip a step: if there is state already for all parameters with gradients.
 
-        Otherwise its skipped first step would still create the state. torch's fused SGD would even leave the momentum uninitialised:
+        Without state, a skipped first step would still create it. torch's fused SGD would even leave the momentum uninitialised:
         torch/optim/sgd.py makes it with `empty_like`.
         """
         active = [p for group in optimizer.param_groups if group.get("momentum") != 0 for p in group["params"] if p.grad is not None]
@@ -295,7 +296,7 @@ class Guard:
 def _stand_in(optimizer: Optimizer) -> Optimizer:
     """Return an optimizer of the same class with no parameters and an empty state. It steps in place of `optimizer` and changes nothing.
 
-    Only for classes of torch.optim, whose `step` works without groups. LBFGS needs groups, but no stand-in: `after` undoes its steps.
+    Only for classes of torch.optim, whose `step` works without groups. LBFGS needs groups, but gets no stand-in: `after` undoes its steps.
     """
     idle = object.__new__(type(optimizer))
     for name, value in optimizer.__dict__.items():
@@ -385,10 +386,10 @@ def save(scales: Sequence[LossScale], state: dict[str, Any]) -> None:
 class Arrived:
     """Keeps the loss-scale states from the checkpoint of one optimizer, until `resume` gets the `LossScale` objects to load them into.
 
-    When torch loads a checkpoint, it copies these states into the optimizer's first parameter group. `resume` takes them out when the
-    optimizer is loaded, when it is guarded, and before each forward of a model that it trains. State i is for loss scale i of these models,
-    in the order in which they were added to the `Guard`. If several optimizers step parts of one model, all their checkpoints hold the
-    same state. Only the first to arrive is loaded: the scale may have changed since. A static scale ignores its state, with a warning.
+    When torch loads a checkpoint, it copies these states into the optimizer's first parameter group. `resume` takes them from there: when
+    the optimizer is loaded, when it is guarded, and before each forward of a model that it trains. The states have the order in which
+    these models were added to the `Guard`. If several optimizers step parts of one model, their checkpoints hold the same state. Only the
+    first is loaded, because the scale may have changed since. A static scale ignores its state, with a warning.
     """
 
     def __init__(self) -> None:

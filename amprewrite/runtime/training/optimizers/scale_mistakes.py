@@ -152,7 +152,7 @@ _NO_HOLDERS = (
 
 
 def _scales_itself(optimizer: Any) -> bool:
-    """True if an optimizer of another library multiplies the loss by its own scale: its method `scale_loss` changes 1.0."""
+    """True if an optimizer of another library multiplies the loss by its own scale: its `scale_loss(1.0)` does not return 1.0."""
     scale: Callable[[float], Any] | None = getattr(optimizer, "scale_loss", None)
     try:
         return callable(scale) and float(scale(1.0)) != 1.0
@@ -170,7 +170,7 @@ class GradScalers:
         """For each scaler, its dict of handled optimizers at the end of the latest backward. Keys are ids of optimizers."""
 
     def backward_ended(self) -> None:
-        """Remember the dict of handled optimizers of each scaler. Call this at the end of a backward."""
+        """Remember, for each GradScaler, the dict of optimizers that it has handled. Call this at the end of a backward."""
         if self._scalers is None:
             self._scalers = [weakref.ref(each) for each in instances_of(GradScaler) if each.is_enabled()]
         if self._scalers:
