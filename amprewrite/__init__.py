@@ -87,5 +87,5 @@ __all__ = [
     "TrainingLog", "calibrate", "compile_backend", "compiled", "debug", "gather_low", "plan", "restore", "rewrite", "rewrite_onnx",
     "sensitivity", "verify",
 ]  # fmt: skip
-_LEFT_OUT = {name for name in __all__ if name not in _HOME}  # this copy lacks some optional parts (extras): their public names
+_LEFT_OUT = {name for name in __all__ if name not in _HOME}  # public names of optional parts (extras) that are not installed
 __all__[:] = [name for name in __all__ if name in _HOME]

@@ -125,7 +125,7 @@ class _Reading:
         found = [self.found[each] for each in given]
         exact = [each for each in given if self.found[each] is Held.EXACT]
         if node.may_saturate and not any(each in self.from_inputs or self.graph.seen(each).name in self.offsets for each in exact):
-            # `node` makes a mask or adds one. Numbers of a mask only block positions and may be inexact, so the result is never EXACT.
+            # `node` makes a mask or adds one. A mask blocks positions, which inexact numbers do as well, so the result is never EXACT.
             return Held.ROUNDED if max(found, default=Held.PLAIN) > Held.PLAIN else Held.PLAIN
         if node.op in DRAWS or (node.op in RANDOM | UNIFORM and not given):
             return Held.PLAIN

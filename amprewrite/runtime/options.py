@@ -67,7 +67,7 @@ def several_ranks() -> bool:
 
 def sharded_inside(root: nn.Module, path: str) -> str:
     """Return advice to use granularity="blocks" if `fully_shard` was applied to a submodule of the module at `path`; otherwise ""."""
-    above = f"{path}." if path else ""  # search by name: the model may no longer have the module, which can still be called by itself
+    above = f"{path}." if path else ""  # search by name, as the model may no longer have a module at `path`
     found = [name for name, module in root.named_modules() if name and name.startswith(above) and is_sharded(module)]
     return f"; {found[0][len(above):]} is sharded by itself, which takes rewrite(..., granularity='blocks')" if found else ""
 

@@ -84,7 +84,7 @@ def _steep_norms(problem: Problem, colours: Mapping[str, Colour]) -> dict[str, s
     """Return {name: reason} for low batch norms in training that must not be padded: padding makes a gradient penalty NaN (variance 0)."""
     low, norms = problem.policy.low, ops_with(Trait.TAKES_BATCH_MEAN)
     learns = {n: each.kwargs.get("eps", 1e-5) for n, each in problem.calls.items() if each.op in norms and each.kwargs.get("training")}
-    # terms of the second derivative grow up to eps ** -1.5 there
+    # terms of the second derivative grow up to eps ** -1.5 in padding
     steep = [name for name, eps in learns.items() if colours.get(name) is Colour.LOW and eps > 0 and eps**-1.5 > low.max]
     return dict.fromkeys(steep, f"the second derivative of batch_norm in padding is beyond {low.name}")
 

@@ -111,7 +111,7 @@ def _keep_high(decisions: Decisions, node: OpNode, text: str, reason: Reason = R
     paint = decisions.paints.get(node.name)
     if paint is not None and paint.reason is Reason.ASKED and paint.colour is Colour.LOW:
         decisions.note(f"{node.name} runs low because {paint.detail!r} asks for it, though {text}")
-    elif paint is None or (paint.colour is Colour.LOW and paint.reason is not Reason.BODY):  # BODY: a checkpoint's subgraph returns it low
+    elif paint is None or (paint.colour is Colour.LOW and paint.reason is not Reason.BODY):  # BODY: a subgraph returns the value low
         decisions.paint(node.name, Colour.HIGH, reason, detail=text)
 
 

@@ -224,8 +224,8 @@ def _ours(program: Program, problem: Problem, got: Record | None, judged: Callab
         with _quiet():
             low = _tried(lambda: run(program, initialised(program), partial(_autocast, program)))
         beside = None if low is None or got is None else judged(replace(low, facts=got.facts))
-        runs = low is not None  # CPUs have no complex fp16, for instance
-        if not runs or (beside is not None and (beside.kind, beside.where) == (problem.kind, problem.where)):
+        alike = beside is not None and (beside.kind, beside.where) == (problem.kind, problem.where)
+        if low is None or alike:  # autocast does not run on a CPU that has no complex fp16, for instance
             return replace(problem, kind=f"PyTorch alone: {problem.kind}")
     retained = not falls_back and " gradient input" in problem.text  # AOTAutograd gives a written input the gradient of what it became
     number = (problem.kind, problem.where) == ("inexact", "gradient") and not retained

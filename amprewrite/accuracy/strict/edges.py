@@ -83,7 +83,7 @@ class _EdgeInterpreter(torch.fx.Interpreter):
 
     def run_node(self, n: torch.fx.Node) -> Any:
         if op_name(n.target) in ("_set_grad_enabled", "set_grad_enabled") and n.op == "call_function":
-            return None  # keep gradients on under no_grad: a plan also rounds the values there, and the backward must weigh each rounding
+            return None  # keep gradients on under no_grad: the plan rounds values there, too, and each rounding error needs a gradient
         if n.op in ("placeholder", "get_attr"):
             return super().run_node(n)
         reader = self.names.get(n, n.name)

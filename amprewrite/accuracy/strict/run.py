@@ -187,7 +187,7 @@ class StrictRun:
             if not self.diverged:
                 recording.reference, recording.gradients = self.reference[place][1].reference, self.reference[place][1].gradients
             scale = self.session.training.loss_scale
-            # Without `backward`, only the model's own forward computes gradients. It does not scale them, so the scale is 1.
+            # Without `backward`, only the model's code may compute gradients (torch.autograd.grad). They are not scaled, so the scale is 1.
             recording.scale = scale.value if scale.enabled and self.backward else 1.0
         self.runs.append((number, recording))
         return StrictInterpreter(region, recording).run(*inputs)

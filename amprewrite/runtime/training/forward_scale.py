@@ -180,9 +180,9 @@ class ForwardScale:
         use the same scale and the caller need not learn of them (`heard` is False).
         """
         if self.copied or self.heard:
-            # Keep leaves, and what was computed before this forward while no node held its scale. The autograd graph of other tensors may
-            # hold this object, by the hooks below. A reference from here to it would close a cycle through C++ nodes, which no garbage
-            # collector sees, and the graph of each forward would stay alive, with all tensors saved in it.
+            # Keep leaves, and tensors computed before this forward. Once an autograd node holds the scale (`is_held`), keep only leaves.
+            # The autograd graph of another tensor may hold this object by the hooks below. If this object also held the tensor, no garbage
+            # collector would see the cycle, as it runs through C++ nodes: the graph of each forward would stay, with all saved tensors.
             first = 0 if any(is_held(number) for pair in self._pairs.values() for number in pair) else self._first_node
             self.weights += [weight for weight in weights if existed(weight, first)]
             self._fed += [value.grad_fn for value in fed if value.grad_fn is not None and existed(value, first)]

@@ -84,8 +84,8 @@ TRAITS: dict[Trait, str] = {
     # traits of ops that make constant tensors
     Trait.MAKES_ZEROS: "zeros zeros_like",
     Trait.UNIFORM: "zeros zeros_like ones ones_like full full_like",
-    # traits of linear ops: multiplying certain operands by a factor multiplies the result by it. For LINEAR_IN_ALL and JOINS, all operands
-    # must be multiplied together; for LINEAR_IN_EACH, one of two; for LINEAR_IN_FIRST, the first
+    # traits of linear ops: multiplying certain operands by a factor multiplies the result by it. For LINEAR_IN_ALL and JOINS, these are
+    # all operands; for LINEAR_IN_EACH, either of two; for LINEAR_IN_FIRST, the first
     Trait.LINEAR_IN_ALL: "add sub rsub where masked_fill",
     Trait.JOINS: "cat stack hstack vstack dstack column_stack index_add scatter_add",
     Trait.LINEAR_IN_EACH: "mul linear matmul mm bmm mv dot outer inner einsum kron tensordot conv1d conv2d conv3d conv_transpose1d "
@@ -105,7 +105,7 @@ TRAITS: dict[Trait, str] = {
     Trait.KEEPS_ZERO: _KEEPS_ZERO,
     Trait.NO_LARGER: f"{_KEEPS_ZERO} relu neg abs tanh sigmoid silu erf gelu mish relu6 hardsigmoid hardswish softsign sin cos atan "
     "tanhshrink sign positive asinh",
-    # a trait about padding: further arguments do not change the numbers, so that a rule for the first argument suffices
+    # a trait about padding: whatever the further arguments are, an element of the result depends on one element of the first argument
     Trait.ONE_INPUT: "relu silu gelu mish relu6 hardswish hardsigmoid",
 }
 """Trait → names of the ops that have it, separated by spaces."""
