@@ -370,6 +370,10 @@ MUTANTS = (
         (("amprewrite/runtime/ambient/past.py", "return value.grad_fn is None or value.grad_fn._sequence_nr() < number", "return True"),),
     ),
     Mutant(
+        "trial-hooks", "a trial run puts the hooks of the model on the caller's tensors", ("programs",), ("function hook", "'fp16'"),
+        (("amprewrite/runtime/captured/look_ahead.py", "self._aside(), hooks_kept(inputs), ", "self._aside(), "),),
+    ),
+    Mutant(
         "option-echoed", "a long value is repeated whole in the message that refuses it", ("options",), (),
         (("amprewrite/tables/boundary/arguments.py", "_QUOTE.repr(value)", "repr(value)"),
          ("amprewrite/tables/boundary/arguments.py", "    return text if len(text) <= most else", "    return text if True else")),

@@ -237,8 +237,8 @@ def _ours(program: Program, problem: Problem, got: Record | None, judged: Callab
 
 
 def _said(problem: Problem) -> str:
-    """What an error says, but for the dtype and the version of the tensor that it names, which casts change."""
-    return re.sub(r"torch\.\w*Tensor|at version \d+|expected version \d+", "", problem.text)
+    """What an error says, but for what it tells of the tensor that it names: casts change its dtype, its version and the op that made it."""
+    return re.sub(r"torch\.\w*Tensor|, which is output \d+ of \w+,|at version \d+|expected version \d+", "", problem.text)
 
 
 def _compiled(program: Program) -> nn.Module:

@@ -881,6 +881,30 @@ def _() -> bool:
     return growth(lambda: amp(batch())) == 0
 
 
+@proof("trial-hooks")
+def _() -> bool:
+    def body(self: Any, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.a.weight.mul_(1)
+        kept = x.contiguous()
+        kept.register_hook(lambda gradient: gradient * 2)
+        out: Tensor = Kept.apply(kept)
+        return out
+
+    class Kept(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x @ torch.eye(4)
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            return gradient * 2
+
+    seen = batch().requires_grad_()
+    amprewrite.rewrite(Net(body), dtype="fp16", loss_scale=1)(seen).sum().backward()
+    return seen.grad is not None and near(seen.grad, torch.full_like(seen, 4.0))
+
+
 def refused(**options: Any) -> str:
     """What an AmpRewriteError says about options."""
     try:

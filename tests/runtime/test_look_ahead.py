@@ -329,3 +329,47 @@ def test_a_graph_that_is_compiled_anew_keeps_no_input_that_it_writes_for_its_bac
             net(x, written).sum().backward()
         assert torch.allclose(amp.layer.weight.grad, model.layer.weight.grad, rtol=1e-2)
     assert any("decided anew" in note for note in amp.plan.notes + tuple(n for region in amp.plan.regions for n in region.notes))
+
+
+class KeepsInput(nn.Module):
+    """Turns gradients off and on, puts a hook on `x` itself or on a weight, and runs a body in which no value is observed."""
+
+    def __init__(self, of_weight: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.of_weight = nn.Linear(4, 4), of_weight
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.calls.add_(1)
+        same = (self.up.weight if self.of_weight else x).contiguous()
+        same.register_hook(lambda gradient: gradient * 2)
+        return self.up(Cubed.apply(x if self.of_weight else same)) + (same.sum() if self.of_weight else 0)
+
+
+class Cubed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor | None = None) -> Tensor:
+        ctx.save_for_backward(x)
+        return x @ torch.eye(4) * x * x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return gradient * 3 * x * x
+
+
+@pytest.mark.parametrize("of_weight", [False, True])
+def test_the_look_at_bodies_leaves_no_hook_on_what_the_caller_holds(of_weight: bool) -> None:
+    plain = KeepsInput(of_weight)
+    amp, found = amprewrite.rewrite(copy.deepcopy(plain), dtype="fp16", loss_scale=8), []
+    for model in (plain, amp):
+        x = torch.ones(2, 4, requires_grad=True)
+        for _ in range(CALLS + 1):
+            given = x * 1
+            given.register_hook(lambda gradient: gradient + 1)
+            model(given).sum().backward()
+        found.append([x.grad, model.up.weight.grad])
+    for got, want in zip(found[1], found[0], strict=True):
+        torch.testing.assert_close(got, want, rtol=2e-3, atol=0)

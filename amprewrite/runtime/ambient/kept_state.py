@@ -1,4 +1,4 @@
-"""Context managers that restore random states, and the tensors that a run of a model may write, after the run."""
+"""Context managers that restore random states, hooks, and the tensors that a run of a model may write, after the run."""
 
 from __future__ import annotations
 
@@ -56,6 +56,18 @@ def random_state_kept(devices: Sequence[int] = ()) -> Iterator[None]:
             yield
     finally:
         _OUTERMOST.leave()
+
+
+@contextlib.contextmanager
+def hooks_kept(values: Any) -> Iterator[None]:
+    """Context manager that removes the hooks that a run puts on the gradients of the tensors in `values`."""
+    before = [(t, set(t._backward_hooks or ())) for t in tree_leaves(values) if isinstance(t, torch.Tensor) and t.requires_grad]
+    try:
+        yield
+    finally:
+        for tensor, kept in before:
+            for key in set(tensor._backward_hooks or ()) - kept:
+                del tensor._backward_hooks[key]  # type: ignore[attr-defined]
 
 
 @contextlib.contextmanager

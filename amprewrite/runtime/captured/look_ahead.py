@@ -38,7 +38,7 @@ from amprewrite.ir.evidence.ranges import Calibration, RegionRanges
 from amprewrite.ir.pass_base import Problem
 from amprewrite.ir.plans.plan import RegionPlan
 from amprewrite.passes.driver import rewrite_graph
-from amprewrite.runtime.ambient.kept_state import random_state_kept, state_kept
+from amprewrite.runtime.ambient.kept_state import hooks_kept, random_state_kept, state_kept
 from amprewrite.runtime.ambient.past import asking_node
 from amprewrite.runtime.compiler.dynamo import unselective
 from amprewrite.tables.errors import one_line
@@ -189,7 +189,7 @@ class LookAhead:
         it or a body returns NaN or infinities. `exact` says for each body of the fp32 run whether its results are finite.
         """
         try:
-            with self._aside(), _BodyResults() as rounded:
+            with self._aside(), hooks_kept(inputs), _BodyResults() as rounded:  # the graph itself may turn gradients on
                 copies = self._copies(inputs)
                 if not self.differentiates:  # pass the weights themselves, because the cache of low copies finds them by identity
                     pairs = enumerate(zip(inputs, copies, strict=True))
