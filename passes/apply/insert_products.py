@@ -82,9 +82,7 @@ class _ProductInsertion:
             raise PlanError(f"the plan quantises the operands of {node.name}, which is no product of rows and a matrix; make the plan anew")
         return found[(X, W).index(role)]
 
-    def _quantise(
-        self, value: torch.fx.Node, role: str, readers: set[tuple[torch.fx.Node, str]], largest: float | None
-    ) -> torch.fx.Node:
+    def _quantise(self, value: torch.fx.Node, role: str, readers: set[tuple[torch.fx.Node, str]], largest: float | None) -> torch.fx.Node:
         first = min(node for node, _ in readers)
         gemms = tuple(each for each in GEMMS if any(gemm == each for _, gemm in readers))
         with self.graph.inserting_before(first):

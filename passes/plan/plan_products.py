@@ -235,9 +235,7 @@ def _ends(problem: Problem, product: OpNode) -> tuple[str, bool]:
     return chooser, scores and bool(list(graph.readers(product.name)))
 
 
-def copies_of(
-    problem: Problem, plans: tuple[ProductPlan, ...], recipe: Recipe, largest: Mapping[str, float]
-) -> tuple[QuantisedCopy, ...]:
+def copies_of(problem: Problem, plans: tuple[ProductPlan, ...], recipe: Recipe, largest: Mapping[str, float]) -> tuple[QuantisedCopy, ...]:
     """Return the fp8 copies that the GEMMs of `plans` read. Readers of one value share a copy if they need the same format and scales.
 
     `largest` holds the largest magnitudes of values. A left operand gets a constant scale if it is in `largest`, has one scale for the

@@ -374,6 +374,10 @@ MUTANTS = (
         (("amprewrite/runtime/captured/look_ahead.py", "self._aside(), hooks_kept(inputs), ", "self._aside(), "),),
     ),
     Mutant(
+        "array-written", "a forward writes an array of NumPy, and the look at its first calls writes it once more", ("programs",), ("array", "'fp16'"),
+        (("amprewrite/graphs/fx/node_facts.py", "if type(node.target).__module__ == NUMPY_CALLS:", "if False:"),),
+    ),
+    Mutant(
         "option-echoed", "a long value is repeated whole in the message that refuses it", ("options",), (),
         (("amprewrite/tables/boundary/arguments.py", "_QUOTE.repr(value)", "repr(value)"),
          ("amprewrite/tables/boundary/arguments.py", "    return text if len(text) <= most else", "    return text if True else")),

@@ -237,7 +237,7 @@ def _ours(program: Program, problem: Problem, got: Record | None, judged: Callab
 
 
 def _said(problem: Problem) -> str:
-    """What an error says, but for what it tells of the tensor that it names: casts change its dtype, its version and the op that made it."""
+    """What an error says, but for the dtype, the version and the origin of the tensor that it names, which casts change."""
     return re.sub(r"torch\.\w*Tensor|, which is output \d+ of \w+,|at version \d+|expected version \d+", "", problem.text)
 
 
@@ -274,7 +274,7 @@ def _further(program: Program, amp: nn.Module, got: Record, exact: bool) -> Prob
         problem = untold(amp, ops.ran, got.warnings)
         if problem is not None:
             return problem
-    calls_are_pure = not any(each.tag in ("buffer", "counter", "set_attribute", "large_parameter") for each in program.body)
+    calls_are_pure = not any(each.tag in ("buffer", "counter", "array", "set_attribute", "large_parameter") for each in program.body)
     if "export" in program.checks and calls_are_pure and any("result 0" in name for name in got.values):
         return _exported(program, amp, exact)
     if "verify" in program.checks and calls_are_pure and without_gradients:
@@ -413,7 +413,7 @@ def run(
         for place, each in enumerate(inputs):
             record.keep(f"{index} input {place}", each)
             record.keep(f"{index} gradient input{place}", _unscaled(each.grad, scale) if each.requires_grad else None)
-        record.facts[f"{index} attribute count"] = model.count
+        record.facts[f"{index} attributes"] = model.count, model.array.tolist()
         record.facts[f"{index} hooks called"] = len(hooked)
     return record
 

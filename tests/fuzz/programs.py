@@ -20,6 +20,7 @@ from dataclasses import dataclass, field, replace
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -40,6 +41,7 @@ import dataclasses
 import functools
 import types
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import cond, nn
@@ -140,7 +142,7 @@ class Program:
         text = "\n".join([*lines, *body, ending])
         helpers = "".join(f"\n{code}" for name, code in HELPERS.items() if re.search(rf"\b{name}\b", text))
         forward = "\n".join(f"        {line}" for line in [*body, f"return {ending}"])
-        made = "\n".join(["        super().__init__()", "        self.count = 0", *lines])
+        made = "\n".join(["        super().__init__()", "        self.count = 0", "        self.array = np.ones(1, np.float32)", *lines])
         return f"{HEADER}{helpers}\n\nclass M(nn.Module):\n    def __init__(self):\n{made}\n\n    def forward(self, {names}):\n{forward}\n"
 
     @property
@@ -294,7 +296,7 @@ class Builder:
     def __post_init__(self) -> None:
         exec(SPACE, self.space)
         self.space |= PLAIN_CONTROL
-        self.holder.count = 0  # type: ignore[assignment]
+        self.holder.count, self.holder.array = 0, np.ones(1, np.float32)  # type: ignore[assignment]
         self.space["self"] = self.holder
 
     def value(self, name: str) -> Any:

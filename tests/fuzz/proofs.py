@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from onnx import TensorProto, helper
@@ -903,6 +904,19 @@ def _() -> bool:
     seen = batch().requires_grad_()
     amprewrite.rewrite(Net(body), dtype="fp16", loss_scale=1)(seen).sum().backward()
     return seen.grad is not None and near(seen.grad, torch.full_like(seen, 4.0))
+
+
+@proof("array-written")
+def _() -> bool:
+    array = np.zeros(4, np.float32)
+
+    def body(self: Any, x: Tensor) -> Tensor:
+        array.fill(array[0] + 1)
+        out: Tensor = self.a(x) + torch.from_numpy(array)
+        return out
+
+    amprewrite.rewrite(Net(body), dtype="fp16")(batch())
+    return bool((array == 1).all())
 
 
 def refused(**options: Any) -> str:

@@ -172,6 +172,8 @@ INPLACE = (
     ("buffer", "{buf}.add_(1)\n{v} = {x} + {buf}", 1), ("buffer", "{buf} += 1", 1), ("buffer", "{buf}.copy_({x}.detach().flatten()[:{buf}.numel()])", 1), ("buffer", "{buf}.mul_(2)\n{v} = {buf} * {x}", 1),
     ("buffer", "{v} = {x} * {buf}\n{buf}.fill_(1)", 1), ("buffer", "with torch.no_grad():\n    {buf}.mul_(0.5).add_({x}.detach().flatten()[:{buf}.numel()], alpha=0.5)"),
     ("counter", "self.count += 1\n{v} = {x} * (self.count % 2 + 1)", 1), ("data", "{x}.data.mul_(2)", 1),
+    ("array", "self.array.fill(self.array[0] % 2 + 1)\n{v} = {x} * torch.from_numpy(self.array).clone()", 1),
+    ("array", "self.array *= -1\n{v} = {x} + torch.from_numpy(self.array)", 1),
     ("inplace", "{v} = {x}.expand(2, *{x}.shape).clone()\n{v}[0].add_(1)", 1), ("inplace", "torch.relu_({x})", 1), ("inplace", "{x}.requires_grad_()", 1),
 )  # fmt: skip
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from runtime_help import data, matmul_dtypes
@@ -387,3 +390,65 @@ def test_what_is_learnt_is_written_once_in_a_call_that_overflows(part: bool, ref
             assert abs(float(got - want)) <= 2e-3 * abs(float(want))
             for ours, theirs in zip(amp.parameters(), plain.parameters(), strict=True):
                 assert (ours.grad - theirs.grad).norm() <= 5e-3 * theirs.grad.norm() + 1e-6
+
+
+# arrays of NumPy that a forward writes, which share memory with tensors of the graph -----------------------------------------------------
+
+ARRAY_WRITES: dict[str, Callable[[Any], Any]] = {
+    "item": lambda a: a.__setitem__(0, a[0] + 1),
+    "in place": lambda a: a.__iadd__(1),
+    "fill": lambda a: a.fill(a[0] + 1),
+    "sort": lambda a: (a.__isub__(np.arange(8, dtype=np.float32)), a.sort()),
+    "part": lambda a: a.real.fill(a[0] + 1),
+    "out": lambda a: np.add(a, 1, a),
+}
+
+
+class WritesArray(nn.Module):
+    """Multiplies by an array that it holds, writes the array, and multiplies by it again."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.how, self.array, self.linear = how, np.ones(8, dtype=np.float32), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        before = self.linear(x) @ torch.from_numpy(self.array)
+        ARRAY_WRITES[self.how](self.array)
+        return before - 3 * (x @ torch.from_numpy(self.array))
+
+
+@pytest.mark.parametrize("how", ARRAY_WRITES)
+@pytest.mark.parametrize(
+    "options", [{"dtype": "bf16"}, {"dtype": "fp16"}, {"dtype": "bf16", "strict": True}, {"dtype": "fp16", "backend": "aot_eager"}], ids=str
+)
+def test_an_array_is_written_once_and_read_as_it_is(how: str, options: dict[str, Any]) -> None:
+    plain, amp = WritesArray(how), amprewrite.rewrite(WritesArray(how), **options)
+    for _ in range(2):
+        x = data(4, 8)
+        torch.testing.assert_close(amp(x), plain(x), rtol=0.02, atol=0.2)
+        assert (amp.array == plain.array).all()
+
+
+class Told(nn.Module):
+    """Tells the world outside of it of each call, around a part that is captured."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        TOLD.append(1)
+        self.linear.weight.register_hook(lambda gradient: gradient)
+        return self.linear(x)
+
+
+TOLD: list[int] = []
+
+
+@pytest.mark.parametrize("options", [{"dtype": "fp16"}, {"dtype": "bf16", "strict": True}], ids=str)
+def test_code_around_parts_runs_once_in_a_first_call(options: dict[str, Any]) -> None:
+    TOLD.clear()
+    amp = amprewrite.rewrite(Told(), granularity=["linear"], **options)
+    amp(data(4, 8)).sum().backward()
+    assert len(TOLD) == 1 and len(amp.linear.weight._backward_hooks) == 1

@@ -37,6 +37,8 @@ TAKES_SHAPE_ONLY, LIKE_SECOND = ops_with(Trait.TAKES_SHAPE_ONLY), ops_with(Trait
 ABSOLUTE = {"float"}
 """Conversions whose name spells out the dtype: `x.float()`."""
 BIT_VIEWS = ops_with(Trait.READS_BITS)
+NUMPY_CALLS = "torch._dynamo.utils"
+"""Module of the classes that wrap calls of NumPy in a captured graph."""
 LEAVES = "amprewrite_leaves"
 """Key in a node's meta for the reason why the node's result must be fp32 for the caller of the graph: RETURNED, SHARED or READ_BACK.
 
@@ -317,6 +319,8 @@ def written(node: torch.fx.Node) -> tuple[torch.fx.Node, ...]:
     if "out" not in kwargs and not _may_write(node.target):
         return ()
     written = _nodes_in(kwargs.get("out"))
+    if type(node.target).__module__ == NUMPY_CALLS:  # names such as "fill" and "sort" do not tell writes; version counters of the trace do
+        written += [a for a in node.all_input_nodes if any(t.is_inference() or t._version for t in tensors(example_value(a)))]
     first = node.args[0] if node.args else kwargs.get("input", kwargs.get("self"))
     if isinstance(first, torch.fx.Node) and node.op in ("call_function", "call_method"):
         inplace = is_inplace(node.target)
@@ -337,7 +341,7 @@ def written(node: torch.fx.Node) -> tuple[torch.fx.Node, ...]:
 @lru_cache(maxsize=1024)
 def _may_write(target: Callable[..., Any] | str) -> bool:
     """True if a call of `target` without the argument `out` may write to an operand. A quick test, which rules most ops out."""
-    by_class = isinstance(target, HigherOrderOperator | OpOverload | OpOverloadPacket)
+    by_class = isinstance(target, HigherOrderOperator | OpOverload | OpOverloadPacket) or type(target).__module__ == NUMPY_CALLS
     return by_class or is_inplace(target) or (not isinstance(target, str) and "inplace" in _parameters(target))
 
 

@@ -67,18 +67,18 @@ def hooks_kept(values: Any) -> Iterator[None]:
     finally:
         for tensor, kept in before:
             for key in set(tensor._backward_hooks or ()) - kept:
-                del tensor._backward_hooks[key]  # type: ignore[attr-defined]
+                del tensor._backward_hooks[key]  # type: ignore[union-attr]
 
 
 @contextlib.contextmanager
 def state_kept(model: nn.Module, inputs: Any = ()) -> Iterator[None]:
-    """Context manager that restores buffers of `model`, tensors in `inputs`, and random states of the CPU and of the model's GPUs."""
+    """Context manager that restores buffers of `model`, tensors in `inputs`, hooks of gradients, and random states of CPU and GPUs."""
     tables = [(module._buffers, dict(module._buffers)) for module in modules_in(model)]
     given = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor) and not (leaf.is_meta or isinstance(leaf, FakeTensor))]
     values = [(tensor, tensor.detach().clone(), _version(tensor)) for tensor in (*buffers_in(model), *given)]
     devices = sorted({p.device.index or 0 for p in parameters_in(model) if p.device.type == "cuda"})
     try:
-        with random_state_kept(devices):
+        with random_state_kept(devices), hooks_kept(((*parameters_in(model),), inputs)):
             yield
     finally:
         for table, before in tables:

@@ -126,11 +126,11 @@ class Graphs:
         """Run a call in which Dynamo captures the module for the first time. Return its result, and check the captured graph.
 
         The check is made under `strict`, or if the low format is or may be fp16. After the call, it runs the captured graph and the
-        original model in fp32. If their results differ, it warns, or raises CaptureError under `strict`. Calls that cannot be repeated, and
-        calls of `generate()`, are not checked.
+        original model in fp32. If their results differ, it warns, or raises CaptureError under `strict`. Not checked are calls that cannot
+        be repeated, calls of `generate()`, and code around parts, which `granularity` leaves as written: its side effects would repeat.
         """
         session, state, options = self.entry.session, self.entry.session.state, self.entry.session.options
-        looked_at = options.strict or options.low is None or options.low.narrow
+        looked_at = self.entry.captured and (options.strict or options.low is None or options.low.narrow)
         alone = state.depth == 1 and not state.generating and options.frozen is None and current_backward() < 0
         if not (looked_at and alone and self.entry.is_own_forward and can_be_checked(session.root, args, kwargs)):
             return self._alone(*args, **kwargs)
