@@ -430,6 +430,33 @@ def test_an_array_is_written_once_and_read_as_it_is(how: str, options: dict[str,
         assert (amp.array == plain.array).all()
 
 
+class WritesWeight(nn.Module):
+    """Writes its weight through an array between two readers."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.how, self.linear = how, nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        before = self.linear(x)
+        with torch.no_grad():
+            ARRAY_WRITES[self.how](self.linear.weight.detach().numpy())
+        return before + self.linear(x)
+
+
+@pytest.mark.parametrize("how", ["in place", "sort", "out"])
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("options", [{"dtype": "bf16"}, {"dtype": "fp16"}], ids=str)
+def test_readers_of_a_weight_see_what_an_array_wrote(how: str, grad: bool, options: dict[str, Any]) -> None:
+    plain, amp = WritesWeight(how), amprewrite.rewrite(WritesWeight(how), **options)
+    for _ in range(2):
+        x = data(4, 8)
+        with torch.set_grad_enabled(grad):
+            torch.testing.assert_close(amp(x), plain(x), rtol=0.02, atol=0.2)
+        torch.testing.assert_close(amp.linear.weight, plain.linear.weight)
+
+
 class Told(nn.Module):
     """Tells the world outside of it of each call, around a part that is captured."""
 
