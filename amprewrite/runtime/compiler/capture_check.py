@@ -10,7 +10,7 @@ with the original model, both in fp32:
 The check is skipped if its answer would be uncertain, or if a side effect would happen twice:
 
 1. several ranks train, or an argument of the call is neither a tensor nor plain data;
-2. the call ran several graphs, or code between graphs; or the graph writes inputs other than buffers;
+2. the call ran several graphs, or code around graphs; or the graph writes inputs other than buffers;
 3. the captured code changes objects that existed before, or hooks a tensor, and Dynamo replays this after the graph;
 4. two runs of the plain model differ, or the first op that differs draws random numbers.
 """
