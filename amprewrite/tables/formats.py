@@ -143,11 +143,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 OUT, GRAD_IN, GRAD_WEIGHT = GEMMS = ("out", "grad_in", "grad_weight")
 X, W, G = ROLES = ("x", "w", "g")
 STRAIGHT, TURNED = WAYS = ("straight", "turned")
-READS = {
-    OUT: ((X, STRAIGHT), (W, STRAIGHT)),
-    GRAD_IN: ((G, STRAIGHT), (W, TURNED)),
-    GRAD_WEIGHT: ((G, TURNED), (X, TURNED)),
-}
+READS = {OUT: ((X, STRAIGHT), (W, STRAIGHT)), GRAD_IN: ((G, STRAIGHT), (W, TURNED)), GRAD_WEIGHT: ((G, TURNED), (X, TURNED))}
 """For each GEMM: the two matrices that it reads, as (role, layout)."""
 TENSOR, ROWS = "tensor", "rows"
 BASE = BF16

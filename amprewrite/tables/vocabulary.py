@@ -128,7 +128,7 @@ class Reason(Enum):
     CONSTANT = "a constant it uses does not fit the low format"
     OUT_OF_RANGE = "values seen in a sample run do not fit the low format"
     CANCELS = "rounding it would be magnified by a difference"
-    COUNTS = "it multiplies numbers that count something, which the low format does not hold"
+    COUNTS = "it makes or multiplies numbers that count something, which the low format does not hold"
     UNROUNDED = "torch.autocast keeps it in fp32, and no product has rounded it yet"
     DRAWN = "it draws between two bounds, and the low format rounds draws to the bounds"
     MAGNIFIED = "torch.autocast keeps it in fp32, and what reads it would magnify its rounding"

@@ -281,3 +281,18 @@ def test_lists_that_stand_for_others_round_as_those_do() -> None:
     model = Rotary(product)
     amp = amprewrite.rewrite(model, dtype="bf16", lists="autocast", example_inputs=(torch.randn(1, 1024, 256),))
     assert {node.colour for node in amp.plan.nodes if node.op == "matmul"} == {Colour.LOW}
+
+
+@pytest.mark.parametrize("low", LOW)
+def test_a_fill_in_the_dtype_of_a_low_value_keeps_its_number(low: str) -> None:
+    """torch.autocast rounds 4097 as the value before is rounded."""
+
+    def turned(m: Function, x: Tensor) -> Tensor:
+        low_value = torch.relu(x @ m.weight) @ m.weight
+        positions = low_value.new_full((1024,), 4097.0)[:, None].expand(-1, 32)
+        return low_value @ m.weight + (positions @ torch.full((32, 64), 2.0**-5)).cos()
+
+    plain, x = Function(turned), torch.randn(1024, 64)
+    amp = amprewrite.rewrite(Function(turned), dtype=low, device="h100")
+    torch.testing.assert_close(amp(x).float(), plain(x), rtol=0.1, atol=0.2)
+    assert [node.colour for node in amp.plan.nodes if node.op == "full" and node.name == "full"] == [Colour.HIGH]

@@ -37,8 +37,7 @@ TAKES_SHAPE_ONLY, LIKE_SECOND = ops_with(Trait.TAKES_SHAPE_ONLY), ops_with(Trait
 ABSOLUTE = {"float"}
 """Conversions whose name spells out the dtype: `x.float()`."""
 BIT_VIEWS = ops_with(Trait.READS_BITS)
-NUMPY_CALLS = "torch._dynamo.utils"
-"""Module of the classes that wrap calls of NumPy in a captured graph."""
+NUMPY_CALLS = "torch._dynamo.utils"  # module of the classes that wrap calls of NumPy in a captured graph
 LEAVES = "amprewrite_leaves"
 """Key in a node's meta for the reason why the node's result must be fp32 for the caller of the graph: RETURNED, SHARED or READ_BACK.
 
