@@ -223,7 +223,7 @@ MUTANTS = (
     ),
     Mutant(
         "positions-rounded", "products of positions run low, also where the model switches autocast off if it is on: angles are wrong beyond 256", ("programs",), ("count_angles",),
-        (("amprewrite/ir/evidence/counts.py", "for node in graph if (text := _counted(node, counts, summed)) != node.counted}", "for node in graph if (text := \"\") != node.counted}"),
+        (("amprewrite/ir/evidence/counts.py", "text = _counted(node, counts, summed) or (", "text = \"\" or ("),
          ("amprewrite/runtime/compiler/dynamo.py", "Listener(failed), reporting, ", "Listener(failed), ")),
     ),
     Mutant(
@@ -343,6 +343,10 @@ MUTANTS = (
     Mutant(
         "like-uncounted", "what has the shape or the dtype of an input counts as made of it", ("programs",), ("count_like",),
         (("amprewrite/ir/evidence/counts.py", "    given = given[:1] if op in READS_FIRST else () if op in UNSET | (UNIFORM - FILLS) else given\n", ""),),
+    ),
+    Mutant(
+        "fill-rounded", "a fill in the dtype of a low value rounds a number that counts something", ("programs",), ("count_like",),
+        (("amprewrite/ir/evidence/counts.py", "node.name in read and node.op in UNIFORM & FILLS", "False"),),
     ),
     Mutant(
         "new-memory-uncounted", "new memory counts as drawn at random, whatever is written into it", ("programs",), ("count_written",),

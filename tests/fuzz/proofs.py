@@ -21,6 +21,7 @@ from torch._higher_order_ops import scan, while_loop
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import amprewrite
+from amprewrite.tables.vocabulary import Colour
 from tests.fuzz.__main__ import hush
 from tests.fuzz.helpers import Held, Sink
 from tests.fuzz.modes import HeavyOps
@@ -904,6 +905,22 @@ def _() -> bool:
     seen = batch().requires_grad_()
     amprewrite.rewrite(Net(body), dtype="fp16", loss_scale=1)(seen).sum().backward()
     return seen.grad is not None and near(seen.grad, torch.full_like(seen, 4.0))
+
+
+@proof("fill-rounded")
+def _() -> bool:
+    class Turned(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.randn(64, 64) / 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = torch.relu(x @ self.w) @ self.w
+            positions = x.new_full((1024,), 4097.0)[:, None].expand(-1, 32)
+            return x @ self.w + (positions @ torch.full((32, 64), 2.0**-5)).cos()
+
+    amp = amprewrite.rewrite(Turned(), dtype="bf16", device="h100", example_inputs=(torch.randn(1024, 64),))
+    return all(node.colour is Colour.HIGH for node in amp.plan.nodes if node.name == "full")
 
 
 @proof("array-written")
