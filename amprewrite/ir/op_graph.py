@@ -89,7 +89,7 @@ class OpNode:
     """Whether the result may hold finite constants beyond the low format's range, such as a mask filled with `finfo.min`."""
     counted: str = ""
     """For a matrix product that must run in fp32, because the low format would round whole numbers such as positions: name of the operand
-    that holds them. "" for other nodes."""
+    that holds them. For a fill with such a number: name of an op that reads it. "" for other nodes."""
 
     @property
     def carries_fp32(self) -> bool:

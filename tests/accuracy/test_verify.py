@@ -112,6 +112,22 @@ def test_leaves_model_inputs_and_random_state_alone():
         print(amp.plan)  # verifying is no call of the model
 
 
+def test_leaves_no_hook_of_the_model_on_weights_and_inputs() -> None:
+    class Hooks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for each in (self.linear.weight.contiguous(), x.contiguous()):
+                each.register_hook(lambda gradient: gradient * 2)
+            return self.linear(x)
+
+    amp, x = amprewrite.rewrite(Hooks(), dtype="bf16"), torch.randn(2, 4, requires_grad=True)
+    verify(amp, (x,))
+    assert not amp.linear.weight._backward_hooks and not x._backward_hooks
+
+
 class Hot(nn.Module):
     """Sums of squares that leave fp16's range, then come back."""
 

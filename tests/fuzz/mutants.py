@@ -346,7 +346,7 @@ MUTANTS = (
     ),
     Mutant(
         "fill-rounded", "a fill in the dtype of a low value rounds a number that counts something", ("programs",), ("count_like",),
-        (("amprewrite/ir/evidence/counts.py", "node.name in read and node.op in UNIFORM & FILLS", "False"),),
+        (("amprewrite/ir/evidence/counts.py", "if node.op in UNIFORM & FILLS else", "if False else"),),
     ),
     Mutant(
         "new-memory-uncounted", "new memory counts as drawn at random, whatever is written into it", ("programs",), ("count_written",),

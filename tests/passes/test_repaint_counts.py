@@ -285,7 +285,7 @@ def test_lists_that_stand_for_others_round_as_those_do() -> None:
 
 @pytest.mark.parametrize("low", LOW)
 def test_a_fill_in_the_dtype_of_a_low_value_keeps_its_number(low: str) -> None:
-    """torch.autocast rounds 4097 as the value before is rounded."""
+    """Under torch.autocast the fill has the dtype of the value, which does not hold 4097."""
 
     def turned(m: Function, x: Tensor) -> Tensor:
         low_value = torch.relu(x @ m.weight) @ m.weight

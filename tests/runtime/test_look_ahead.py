@@ -350,7 +350,7 @@ class KeepsInput(nn.Module):
 
 class Cubed(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor | None = None) -> Tensor:
+    def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.save_for_backward(x)
         return x @ torch.eye(4) * x * x
 

@@ -103,16 +103,16 @@ def written_over(held: Count, written: Count) -> Count:
 
 
 def keep_counts(graph: OpGraph, counts: Mapping[str, Count], summed: Callable[[OpNode], int]) -> OpGraph:
-    """Return a copy of `graph` with `counted` set on each matrix product that would round whole numbers, such as positions, if it ran low,
-    and on each fill, such as `x.new_full(size, 1001.0)`, with a number that such a product reads.
+    """Return a copy of `graph` with `counted` set on each product that would round whole numbers if it ran low, and on fills that it reads.
 
-    `counts` gives the `Count` of each value by name; a value without an entry is not counted. `summed` returns the number of elements over
-    which a product sums.
+    Such a fill is `x.new_full(size, 1001.0)`, which takes the dtype of `x`. `counts` gives the `Count` of each value by name; a value
+    without an entry is not counted. `summed` returns the number of elements over which a product sums.
     """
-    found, read = dict[str, OpNode](), set[str]()
+    found, readers = dict[str, OpNode](), dict[str, str]()  # `readers`: for each LARGE value on the way to a product, an op that reads it
     for node in reversed(list(graph)):
-        text = _counted(node, counts, summed) or (node.name if node.name in read and node.op in UNIFORM & FILLS else "")
-        read |= {each.value for each in node.operands if (text or node.name in read) and counts.get(each.value) is Count.LARGE}
+        text = _counted(node, counts, summed) or (readers.get(node.name, "") if node.op in UNIFORM & FILLS else "")
+        if text or node.name in readers:
+            readers |= {each.value: node.name for each in node.operands if counts.get(each.value) is Count.LARGE}
         found |= {node.name: replace(node, counted=text)} if text != node.counted else {}
     return graph.exchanged(found) if found else graph
 
