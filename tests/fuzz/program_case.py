@@ -47,6 +47,8 @@ from tests.fuzz.programs import Program, batch, initialised, load_unfit, passed
 T = TypeVar("T")
 DONATED = "compiled with non-empty donated buffers"
 """PyTorch's error for `retain_graph=True` with a compiler, if a graph saved what backward alone needs: a cast is such a value."""
+AGAIN = "on any region computed under selective activation checkpoint"
+"""PyTorch's error for a second backward: code as written may stop its recomputation before the first value that was kept."""
 DRAWS = 64
 """Runs with other roundings, for results that are further off than one of them explains."""
 
@@ -205,7 +207,7 @@ def _ours(program: Program, problem: Problem, got: Record | None, judged: Callab
             compiled = _tried(lambda: run(program, _compiled(program)), raised)
             if compiled is not None and problem.kind == "raises" and not falls_back:  # perhaps casts are what the compiler fails on
                 compiled = _tried(lambda: run(program, _compiled(program), partial(_autocast, program)), raised)
-    if eager is None or judged(eager) is not None or any(each in problem.text for each in (REENTRANT, DONATED, TWICE)):
+    if eager is None or judged(eager) is not None or any(each in problem.text for each in (REENTRANT, DONATED, TWICE, AGAIN)):
         return None
     if "gradient" in problem.where and any(map(is_cut, hooked.tensors)):  # it drops these hooks, against its notes on in-place writes
         return replace(problem, kind=f"PyTorch alone: {problem.kind}")
