@@ -65,7 +65,8 @@ class _ProductInsertion:
             for reader in copy.readers if copy.role != G else ():
                 name, _, gemm = reader.rpartition(".")
                 node = self.nodes[name]
-                value = _unlinked(self._operand(node, copy.role))
+                value: Any = self._operand(node, copy.role)
+                value = value.args[3] if value.target is linked_copy else value  # the low copy whose memory the linked copy has
                 key = (copy.role, copy.write_version, value, copy.role == W and transposes(node), copy.largest)
                 read[key].add((node, gemm))
         made: dict[tuple[torch.fx.Node, str], torch.fx.Node] = {}
@@ -113,8 +114,3 @@ class _ProductInsertion:
         gemms = tuple(gemm for gemm in GEMMS if product.takes(gemm))
         args = (x, w, bias_of(node), x8, w8, self.plan.recipe, gemms, transposes(node))
         node.op, node.target, node.args, node.kwargs = "call_function", quantised_product, args, {}
-
-
-def _unlinked(operand: torch.fx.Node) -> torch.fx.Node:
-    """If `operand` is a `linked_copy` (memory of a low copy, separate autograd node), return that low copy; otherwise return `operand`."""
-    return operand.args[3] if operand.target is linked_copy else operand  # type: ignore[return-value]

@@ -8,6 +8,7 @@
    as large.
 4. In training with a loss scale, a value that is returned beside a view of it is copied. Otherwise AOTAutograd would lose the gradients
    of these results (`part_views`).
+5. In training, what is computed from an input that the graph writes is marked to be saved for backward (`keep_reads`).
 
     before   return loss, to(logits, float32)          after   return loss, logits
 """
@@ -25,7 +26,16 @@ import torch.fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from amprewrite.graphs.fx.captured import EditedGraph, Target, Widened
-from amprewrite.graphs.fx.node_facts import GRAD_SWITCHES, example_value, memory_of, written_memory
+from amprewrite.graphs.fx.node_facts import (
+    GRAD_SWITCHES,
+    example_value,
+    is_checkpoint,
+    is_higher_order,
+    memory_of,
+    written,
+    written_memory,
+    written_unsaid,
+)
 from amprewrite.graphs.fx.ops.scale_ops import scale_gradient
 from amprewrite.ir.pass_base import Pass
 from amprewrite.tables.formats import LOW_DTYPES
@@ -39,20 +49,33 @@ class SuitCompiler(Pass[Target, EditedGraph]):
 
     def __call__(self, target: Target, edited: EditedGraph) -> None:
         if target.training:
-            self._keep_low(edited)
+            edited.make_own()
+            edited.widened = return_low(edited.module.graph)
+            part_views(edited.module.graph)
+            for node in filter(widens, edited.module.graph.nodes):
+                node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+            keep_reads(edited.module.graph)
+            edited.module.recompile()
         give_sources(edited.module.graph)
 
-    def _keep_low(self, edited: EditedGraph) -> None:
-        """Let the graph return low-precision values instead of casting them to fp32. The casts are then made after the graph.
 
-        Mark the casts to fp32 inside the graph, so that the compiler repeats them in the backward and does not save their results.
-        """
-        edited.make_own()
-        edited.widened = return_low(edited.module.graph)
-        part_views(edited.module.graph)
-        for node in filter(widens, edited.module.graph.nodes):
-            node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
-        edited.module.recompile()
+def keep_reads(graph: torch.fx.Graph) -> None:
+    """Mark what is computed from memory of an input that the graph writes, in place: AOTAutograd saves its result for backward.
+
+    It would compute the result again otherwise, from what was written last (https://github.com/pytorch/pytorch/pull/197039).
+    A norm's update of its running statistics is not marked. A body graph reads a copy: marks do not reach what it computes.
+    """
+    memory = written_memory(graph) & set[int]().union(*map(memory_of, graph.find_nodes(op="placeholder")))
+    for node in graph.nodes:
+        read, writes = [each for each in node.all_input_nodes if memory & memory_of(each)], written(node)
+        if not read or node.op == "output" or is_checkpoint(node) or written_unsaid(node) or (memory & memory_of(node) and not writes):
+            continue
+        node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+        for each in read if is_higher_order(node.target) and not writes else ():
+            with graph.inserting_before(node):
+                copy = graph.call_method("clone", (each,))
+            copy.meta = {**each.meta, "recompute": CheckpointPolicy.MUST_SAVE}
+            node.replace_input_with(each, copy)
 
 
 def give_sources(graph: torch.fx.Graph) -> None:

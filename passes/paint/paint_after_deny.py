@@ -33,7 +33,8 @@ class PaintAfterDeny(Pass[Problem, Decisions]):
             name, root = queue.popleft()
             for reader in sorted(problem.graph.readers(name), key=lambda node: problem.graph.rank[node.name]):
                 free = reader.name not in decisions.paints and reader.carries_fp32 and not reader.relative
-                if free and reader.name in reaches and _takes_colour(reader, name):
+                takes = any(o.value == name and o.demand in (Demand.COLOUR, Demand.PROMOTE) for o in reader.operands)
+                if free and takes and reader.name in reaches:
                     decisions.paint(reader.name, Colour.HIGH, Reason.AFTER_DENY, because_of=root)
                     queue.append((reader.name, root))
 
@@ -46,10 +47,6 @@ def _denied(decisions: Decisions, node: OpNode) -> bool:
 def _spreads(node: OpNode) -> bool:
     row = find_op(node.op)
     return row is None or not row.bounded
-
-
-def _takes_colour(reader: OpNode, value: str) -> bool:
-    return any(o.value == value and o.demand in (Demand.COLOUR, Demand.PROMOTE) for o in reader.operands)
 
 
 def _clear_ops_before_infer(graph: OpGraph) -> set[str]:

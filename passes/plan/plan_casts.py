@@ -30,7 +30,8 @@ class PlanCasts(Pass[Problem, Decisions]):
         if bare:
             raise PassError(f"plan-casts wants every node painted; {bare[0]} and {len(bare) - 1} more are not")
         decisions.casts = (*plan_casts(problem, decisions), *_stored_low(problem, decisions))
-        for value in dict.fromkeys(cast.value for cast in decisions.casts if _is_spread(problem, cast)):
+        low = (cast for cast in decisions.casts if cast.to == problem.policy.low.name and not cast.saturate)  # `linked_copy` cannot clamp
+        for value in dict.fromkeys(cast.value for cast in low if problem.training and cast.value in problem.read_by_many):
             decisions.edit(problem, value, Edit.SPREAD_COPIES)
 
 
@@ -66,14 +67,6 @@ def _stored_low(problem: Problem, decisions: Decisions) -> Iterator[Cast]:
     saturating = {read.constant for read in problem.constants if read.loss is not None and read.loss.saturated}
     for constant, users in readers.items():
         yield Cast(constant, problem.policy.low.name, tuple(users), saturate=constant in saturating, weight=True)
-
-
-def _is_spread(problem: Problem, cast: Cast) -> bool:
-    """True if the readers of the low copy that `cast` makes must be divided into groups: in training, if the value has many readers.
-
-    Readers of a saturating cast, which clamps numbers beyond the range, are never divided, because `linked_copy` cannot clamp.
-    """
-    return problem.training and cast.to == problem.policy.low.name and cast.value in problem.read_by_many and not cast.saturate
 
 
 def _join_copies(problem: Problem, colours: dict[str, Colour], users: dict[tuple[str, str, int], list[str]]) -> None:

@@ -93,6 +93,18 @@ class Through(torch.autograd.Function):
     def backward(ctx, g):
         return g * 2
 """,
+    "Doubled": """
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, t, b):
+        doubled = b * 2
+        ctx.save_for_backward(doubled)
+        return t * doubled
+
+    @staticmethod
+    def backward(ctx, g):
+        return g * ctx.saved_tensors[0], None
+""",
     "Two": """
 class Two(torch.autograd.Function):
     @staticmethod

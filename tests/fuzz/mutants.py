@@ -296,6 +296,10 @@ MUTANTS = (
         (("passes/lower/suit_compiler.py", "        if any(held[storage] > 1 for storage in memory_of(result)):\n            continue", "        if False:\n            continue"),),
     ),
     Mutant(
+        "written-recomputed", "behind a compiler, backward computes anew what a forward read of a buffer, from what was written after", ("programs",), ("'aot_eager'", "buffer"),
+        (("passes/lower/suit_compiler.py", "        keep_reads(edited.module.graph)\n", ""),),
+    ),
+    Mutant(
         "none-becomes-zeros", "a head that no loss reads gets zeros as its gradient, which an optimizer decays", ("programs",), ("loss='unread'", "'fp16'"),
         (("amprewrite/graphs/fx/ops/scale_ops.py", "        ctx.set_materialize_grads(False)\n        ctx.factor, ctx.by = factor, by\n", "        ctx.factor, ctx.by = factor, by\n"),),
     ),

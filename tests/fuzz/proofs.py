@@ -704,6 +704,16 @@ def _() -> bool:
     return not part.any()
 
 
+@proof("written-recomputed")
+def _() -> bool:
+    def counted(self: Any, x: Tensor) -> Tensor:
+        self.steps.add_(1)
+        out: Tensor = self.a(x) * self.steps.clone()
+        return out
+
+    return gradients_agree(counted, lambda y: y.square().sum(), backend="aot_eager")
+
+
 @proof("none-becomes-zeros")
 def _() -> bool:
     _, amp = pair(lambda self, x: (self.a(x), self.b(x)), dtype="fp16", loss_scale=8)

@@ -171,6 +171,8 @@ INPLACE = (
     ("out", "with torch.no_grad():\n    {v} = torch.mul({x}, {y}, out=torch.empty(0))", 1), ("out", "with torch.no_grad():\n    {v} = torch.matmul({x}, {lin}.weight, out=torch.empty(0))", 1),
     ("buffer", "{buf}.add_(1)\n{v} = {x} + {buf}", 1), ("buffer", "{buf} += 1", 1), ("buffer", "{buf}.copy_({x}.detach().flatten()[:{buf}.numel()])", 1), ("buffer", "{buf}.mul_(2)\n{v} = {buf} * {x}", 1),
     ("buffer", "{v} = {x} * {buf}\n{buf}.fill_(1)", 1), ("buffer", "with torch.no_grad():\n    {buf}.mul_(0.5).add_({x}.detach().flatten()[:{buf}.numel()], alpha=0.5)"),
+    ("buffer", "t{n} = {buf}.clone()\n{buf}.neg_()\n{v} = {x} * t{n}", 1), ("buffer", "{v} = {x} * ({buf} * 2)\n{buf}.neg_()", 1), ("buffer", "{buf}.neg_()\n{v} = torch.where({buf} > 0, {x}, {x} * 2)", 1),
+    ("buffer", "{v} = Doubled.apply({x}, {buf})\n{buf}.neg_()", 1), ("buffer", "{buf}.neg_()\n{v} = checkpoint(lambda t: t * ({buf} + 1), {x}, use_reentrant=False)", 1),
     ("counter", "self.count += 1\n{v} = {x} * (self.count % 2 + 1)", 1), ("data", "{x}.data.mul_(2)", 1),
     ("array", "self.array.fill(self.array[0] % 2 + 1)\n{v} = {x} * torch.from_numpy(self.array).clone()", 1),
     ("array", "self.array *= -1\n{v} = {x} + torch.from_numpy(self.array)", 1),

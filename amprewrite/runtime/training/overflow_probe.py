@@ -115,8 +115,8 @@ class OverflowProbe:
         return result
 
     def _run_again(self, plan: RegionPlan, module: torch.fx.GraphModule | None, latest: LatestInputs) -> FirstNonFinite | None:
-        if module is None or _talks(module):
-            return None
+        if module is None or any(word in str(node.target) for node in module.graph.nodes for word in _COLLECTIVE):
+            return None  # one rank must not run collectives again: it would wait for the other ranks
         inputs = latest.copies({id(p): p for p in parameters_in(self.root)}, {id(b): b for b in buffers_in(self.root)}, module.graph)
         if inputs is None:
             return None
@@ -214,7 +214,8 @@ class _FiniteWatch(torch.fx.Interpreter):
         floats = list(_floats(result))
         with torch.no_grad():  # the checks must save no tensors for backward, because activation checkpoints count saved tensors
             nan = any(bool(t.isnan().any()) for t in floats)
-            inf = any(bool(_infinities(t, given=n.op in ("placeholder", "get_attr"))) for t in floats)
+            given = n.op in ("placeholder", "get_attr")  # here -inf is no overflow: masks hold it on purpose
+            inf = any(bool((t.isposinf() if given and not t.is_complex() else t.isinf()).any()) for t in floats)
         if nan or inf:
             self.state[n] = nan, inf
             fed = [self.state.get(feeder, (False, False)) for feeder in n.all_input_nodes]
@@ -285,14 +286,6 @@ def _floats(value: Any) -> Iterator[Tensor]:
     return (t for t in tensors if not is_batched(t))
 
 
-def _infinities(t: Tensor, given: bool) -> Tensor:
-    """Return a 0-dim bool tensor: True if `t` holds infinities that count as an overflow.
-
-    `given`: `t` is an input, weight or constant of the graph. Then -inf in a real tensor does not count: masks hold it on purpose.
-    """
-    return (t.isposinf() if given and not t.is_complex() else t.isinf()).any()
-
-
 def _written(node: torch.fx.Node) -> tuple[bool, bool]:
     """Return two bools: whether NaN, and whether an infinity, is among the float literals in the arguments of `node`."""
     found = [False, False]
@@ -305,8 +298,3 @@ def _written(node: torch.fx.Node) -> tuple[bool, bool]:
 
     map_aggregate((node.args, node.kwargs), look)
     return found[0], found[1]
-
-
-def _talks(module: torch.fx.GraphModule) -> bool:
-    """True if the graph has collectives. One rank must not run such a graph again, because it would wait for the other ranks."""
-    return any(word in str(node.target) for node in module.graph.nodes for word in _COLLECTIVE)
