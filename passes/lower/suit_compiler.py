@@ -28,9 +28,9 @@ from torch.utils.checkpoint import CheckpointPolicy
 from amprewrite.graphs.fx.captured import EditedGraph, Target, Widened
 from amprewrite.graphs.fx.node_facts import (
     GRAD_SWITCHES,
+    bodies,
     example_value,
     is_checkpoint,
-    is_higher_order,
     memory_of,
     written,
     written_memory,
@@ -63,19 +63,16 @@ def keep_reads(graph: torch.fx.Graph) -> None:
     """Mark what is computed from memory of an input that the graph writes, in place: AOTAutograd saves its result for backward.
 
     It would compute the result again otherwise, from what was written last (https://github.com/pytorch/pytorch/pull/197039).
-    A norm's update of its running statistics is not marked. A body graph reads a copy: marks do not reach what it computes.
+    A norm's update of its running statistics is not marked. In a body graph all that reads an input of the body is marked.
     """
     memory = written_memory(graph) & set[int]().union(*map(memory_of, graph.find_nodes(op="placeholder")))
     for node in graph.nodes:
-        read, writes = [each for each in node.all_input_nodes if memory & memory_of(each)], written(node)
-        if not read or node.op == "output" or is_checkpoint(node) or written_unsaid(node) or (memory & memory_of(node) and not writes):
-            continue
-        node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
-        for each in read if is_higher_order(node.target) and not writes else ():
-            with graph.inserting_before(node):
-                copy = graph.call_method("clone", (each,))
-            copy.meta = {**each.meta, "recompute": CheckpointPolicy.MUST_SAVE}
-            node.replace_input_with(each, copy)
+        reads = any(memory & memory_of(each) for each in node.all_input_nodes)
+        is_view = memory & memory_of(node) and not written(node)
+        if reads and not is_view and node.op != "output" and not is_checkpoint(node) and not written_unsaid(node):
+            inner = (each for body in bodies(node) for each in body.graph.nodes if each.op.startswith("call"))
+            for each in (node, *(one for one in inner if any(given.op == "placeholder" for given in one.all_input_nodes))):
+                each.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
 
 def give_sources(graph: torch.fx.Graph) -> None:

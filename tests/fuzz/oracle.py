@@ -30,6 +30,8 @@ from tests.fuzz.programs import FORMATS
 
 TWICE = "torch.compile with aot_autograd does not currently support double backward"
 """PyTorch's error for second derivatives behind a compiler."""
+DONATED = "compiled with non-empty donated buffers"
+"""PyTorch's error for `retain_graph=True` with a compiler, if a graph saved what backward alone needs: a cast is such a value."""
 T = TypeVar("T")
 LOW = FORMATS
 FLOOR = {"bf16": 1e-2, "fp16": 2e-3}

@@ -24,6 +24,7 @@ from amprewrite.runtime.model.rewritten import is_rewritten
 from tests.fuzz.helpers import Sink
 from tests.fuzz.modes import Doubled, HeavyOps, Hooked, Rounded, Scattered, ToldHooks
 from tests.fuzz.oracle import (
+    DONATED,
     FLOOR,
     LOW,
     TWICE,
@@ -45,8 +46,6 @@ from tests.fuzz.oracle import (
 from tests.fuzz.programs import Program, batch, initialised, load_unfit, passed
 
 T = TypeVar("T")
-DONATED = "compiled with non-empty donated buffers"
-"""PyTorch's error for `retain_graph=True` with a compiler, if a graph saved what backward alone needs: a cast is such a value."""
 AGAIN = "on any region computed under selective activation checkpoint"
 """PyTorch's error for a second backward: code as written may stop its recomputation before the first value that was kept."""
 DRAWS = 64

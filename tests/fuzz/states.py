@@ -23,7 +23,7 @@ import amprewrite
 from amprewrite.runtime.training.loss_scale import LossScaleError
 from tests.fuzz.modes import Moved, Rounded
 from tests.fuzz.nets import NETS, WIDTH, Guided
-from tests.fuzz.oracle import FLOOR, LOW, TWICE, Draws, Mark, Problem, failure, growth, left_on, start_clean, thread_modes
+from tests.fuzz.oracle import DONATED, FLOOR, LOW, TWICE, Draws, Mark, Problem, failure, growth, left_on, start_clean, thread_modes
 
 OPTIMIZERS = (
     "SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "NAdam", "RAdam", "Adamax", "ASGD", "Rprop", "Adadelta", "Adafactor",
@@ -688,7 +688,7 @@ def check(case: Sequence) -> Problem | None:
             except LossScaleError:
                 return None
             except Exception as error:
-                if TWICE in str(error):  # a compiled net of forces that is trained
+                if any(each in str(error) for each in (TWICE, DONATED)):  # a compiled net of forces that is trained
                     return None
                 return replace(failure(error), at=index)
             if (left := left_on(modes)) is not None:
