@@ -228,6 +228,13 @@ def _ours(program: Program, problem: Problem, got: Record | None, judged: Callab
         alike = beside is not None and (beside.kind, beside.where) == (problem.kind, problem.where)
         if low is None or alike:  # autocast does not run on a CPU that has no complex fp16, for instance
             return replace(problem, kind=f"PyTorch alone: {problem.kind}")
+    if (problem.kind, problem.where) == ("not finite", "gradient"):  # beyond the format, whoever asks for it
+        fixed = dict(program.options).get("loss_scale")
+        with _quiet():
+            low = _plainly(program, partial(_autocast, program), scale=fixed if isinstance(fixed, int | float) else 1 / program.factor)
+        beside = None if low is None else low.values.get(problem.text.partition(": ")[0])
+        if beside is not None and not bool(beside.isfinite().all()):
+            return replace(problem, kind=f"PyTorch alone: {problem.kind}")
     retained = not falls_back and " gradient input" in problem.text  # AOTAutograd gives a written input the gradient of what it became
     hooked_alias = not falls_back and any("hook" in each.tag for each in program.body)  # a row of limits.md
     number = (problem.kind, problem.where) == ("inexact", "gradient") and not (retained or hooked_alias)
