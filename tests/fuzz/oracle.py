@@ -275,7 +275,6 @@ def _compare_value(
     autocast, rounded, *further = (None if each is None or each.shape != want.shape else each for each in (autocast, rounded, *bounds))
     peers = [each for each in (rounded if autocast is None else autocast, *further) if each is not None]
     alike = rounded is not None and _largest(want) <= 2 * _largest(rounded)  # a rounded run may take another branch: no such gradient
-    alike = alike and _largest(want) <= torch.finfo(LOW[low]).max  # the rounded run holds sums of a product in fp32
     held = autocast is not None or fits or alike
     if held and all(bool(each.isfinite().all()) for each in (want, *peers)) and not bool(got.isfinite().all()):
         return Problem("not finite", _kind(name), f"{name}: {_shown(want)} in fp32, {_shown(got)} here")
