@@ -206,7 +206,9 @@ def _ours(program: Program, problem: Problem, got: Record | None, judged: Callab
             compiled = _tried(lambda: run(program, _compiled(program)), raised)
             if compiled is not None and problem.kind == "raises" and not falls_back:  # perhaps casts are what the compiler fails on
                 compiled = _tried(lambda: run(program, _compiled(program), partial(_autocast, program)), raised)
-    if eager is None or judged(eager) is not None or any(each in problem.text for each in (REENTRANT, DONATED, TWICE, AGAIN)):
+    if eager is None or judged(eager) is not None or any(each in problem.text for each in (REENTRANT, DONATED, TWICE)):
+        return None
+    if AGAIN in problem.text and not falls_back:  # a compiled recomputation does not stop early
         return None
     if "gradient" in problem.where and any(map(is_cut, hooked.tensors)):  # it drops these hooks, against its notes on in-place writes
         return replace(problem, kind=f"PyTorch alone: {problem.kind}")
@@ -231,7 +233,7 @@ def _ours(program: Program, problem: Problem, got: Record | None, judged: Callab
     if (problem.kind, problem.where) == ("not finite", "gradient"):  # beyond the format, whoever asks for it
         fixed = dict(program.options).get("loss_scale")
         with _quiet():
-            low = _plainly(program, partial(_autocast, program), scale=fixed if isinstance(fixed, int | float) else 1 / program.factor)
+            low = _plainly(program, partial(_autocast, program), scale=fixed if fixed and isinstance(fixed, int | float) else 1 / program.factor)
         beside = None if low is None else low.values.get(problem.text.partition(": ")[0])
         if beside is not None and not bool(beside.isfinite().all()):
             return replace(problem, kind=f"PyTorch alone: {problem.kind}")
