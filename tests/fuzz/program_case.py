@@ -231,9 +231,10 @@ def _ours(program: Program, problem: Problem, got: Record | None, judged: Callab
         if low is None or alike:  # autocast does not run on a CPU that has no complex fp16, for instance
             return replace(problem, kind=f"PyTorch alone: {problem.kind}")
     if (problem.kind, problem.where) == ("not finite", "gradient"):  # beyond the format, whoever asks for it
-        fixed = dict(program.options).get("loss_scale")
+        asked = dict(program.options).get("loss_scale")
+        scale = asked if asked and isinstance(asked, int | float) else 1 / program.factor
         with _quiet():
-            low = _plainly(program, partial(_autocast, program), scale=fixed if fixed and isinstance(fixed, int | float) else 1 / program.factor)
+            low = _plainly(program, partial(_autocast, program), scale=scale)
         beside = None if low is None else low.values.get(problem.text.partition(": ")[0])
         if beside is not None and not bool(beside.isfinite().all()):
             return replace(problem, kind=f"PyTorch alone: {problem.kind}")
