@@ -125,6 +125,11 @@ def learnt(net: nn.Module, width: int) -> list[Tensor]:
     return [*found, *(p.grad for p in net.parameters() if p.grad is not None), *(each.float() for each in net.buffers())]
 
 
+def agree(got: list[Tensor], wanted: list[Tensor]) -> None:
+    for one, other in zip(got, wanted, strict=True):
+        assert (one - other).norm() <= 0.03 * other.norm() + 1e-4
+
+
 @pytest.mark.parametrize(
     "options", [{"dtype": "bf16"}, {"dtype": "fp16", "loss_scale": 8.0}, {"cache_weights": False}, {"granularity": ["a", "b"]}]
 )
@@ -134,19 +139,14 @@ def test_backward_uses_what_the_forward_read(name: str, options: dict[str, Any])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", amprewrite.AmpRewriteWarning)
         got = learnt(amprewrite.rewrite(amp, backend="aot_eager", **options), 16)
-    wanted = learnt(plain, 16)
-    assert len(got) == len(wanted)
-    for one, other in zip(got, wanted, strict=True):
-        assert (one - other).norm() <= 0.03 * other.norm() + 1e-4
+    agree(got, learnt(plain, 16))
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", ["counted", "chosen", "copied_before", "in_a_function"])
 def test_backward_uses_what_the_forward_read_at_a_real_width(name: str, backend: str) -> None:
     plain, amp = (Net(KINDS[name], 1024) for _ in range(2))
-    got, wanted = learnt(amprewrite.rewrite(amp, dtype="bf16", backend=backend), 1024), learnt(plain, 1024)
-    for one, other in zip(got, wanted, strict=True):
-        assert (one - other).norm() <= 0.03 * other.norm() + 1e-4
+    agree(learnt(amprewrite.rewrite(amp, dtype="bf16", backend=backend), 1024), learnt(plain, 1024))
 
 
 def test_running_statistics_force_nothing_to_be_saved() -> None:
