@@ -71,6 +71,21 @@ def results(model: Layer, call: Callable[..., Any], args: tuple[Any, ...], scale
     return [*(each.detach() for each in given), *(p.grad / scale for p in model.parameters() if p.grad is not None)]
 
 
+def under_autocast(model: Layer, args: tuple[Any, ...], dtype: str) -> list[torch.Tensor]:
+    """The `results` of `model` under torch.autocast."""
+
+    def call(*args: Any) -> Any:
+        with torch.autocast("cpu", dtype=LOW[dtype]):
+            return model(*args)
+
+    scale = 1024.0 if dtype == "fp16" else 1.0
+    try:
+        return results(model, call, args, scale)
+    except RuntimeError:  # oneDNN has no such LSTM for this CPU, which autocast does not ask: PyTorch's own kernels have one
+        with torch.backends.mkldnn.flags(enabled=False):
+            return results(model, call, args, scale)
+
+
 def error(got: list[torch.Tensor], want: list[torch.Tensor]) -> float:
     return max(((a - b).norm() / b.norm()).item() for a, b in zip(got, want, strict=True))
 
@@ -236,22 +251,13 @@ def test_packed_sequences_by_any_way_in() -> None:
 
 
 def check(model: Layer, args: tuple[Any, ...], dtype: str) -> None:
-    """Results and gradients err at most 1.5 times as much as torch.autocast's; in fp16 autocast has no LSTM on a CPU."""
+    """Results and gradients err at most 1.5 times as much as torch.autocast's."""
     exact = results(model, model, args)
     amp = amprewrite.rewrite(model, dtype=dtype)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)  # fp16 has a loss scale only where an optimizer is known
     amp.attach(optimizer)
     ours = results(model, amp, args)
-    twin = copy.deepcopy(model)
-
-    def autocast(*args: Any) -> Any:
-        with torch.autocast("cpu", dtype=LOW[dtype]):
-            return twin(*args)
-
-    if dtype == "fp16" and isinstance(model.layer, nn.LSTM) and not model.layer.proj_size:
-        bar = 5e-3
-    else:
-        bar = 1.5 * error(results(twin, autocast, args, 1024.0 if dtype == "fp16" else 1.0), exact)
+    bar = 1.5 * error(under_autocast(copy.deepcopy(model), args, dtype), exact)
     assert error(ours, exact) <= bar
     (layer,) = [node for node in amp.plan.nodes if node.op in NAMES]
     assert layer.colour.value == "low"
