@@ -65,7 +65,7 @@ def has_logger(module: str) -> bool:
 
 
 def loggers_of(model: nn.Module) -> set[logging.Logger]:
-    """Return the loggers that the code of a model may write to."""
+    """Return the loggers that a model's code may write to: globals of the Python modules that define the classes of its `nn.Module`s."""
     return {logger for module in model.modules() for cls in type(module).__mro__ for logger in _loggers(cls.__module__)}
 
 

@@ -24,13 +24,13 @@ Value = TypeVar("Value", bound=Hashable)
 
 
 class MaskRules(ABC, Generic[Value]):
-    """Decides whether ±max may replace masks and other numbers beyond a low format's range in one graph. A subclass reads the graph."""
+    """Decides whether numbers beyond a low format's range, such as -1e9 in a mask, may become ±max. A subclass reads the graph."""
 
     def __init__(self, low: Format) -> None:
         self.low = low
         self._blocking: set[tuple[Value, int]] = set()
         self.reaches_softmax = Reaches(self._scores, self._enters_softmax)
-        """Function of a value: True if a softmax reads scores computed from it, or if attention takes it or such scores as its mask."""
+        """Function of a value: True if the value, or scores computed from it, are the input of a softmax or the mask of an attention op."""
 
     @abstractmethod
     def reads(self, value: Value) -> Iterable[Read[Value]]:
@@ -59,7 +59,7 @@ class MaskRules(ABC, Generic[Value]):
         return any(read.kind is OpKind.ALLOW for read in self.reads(value))
 
     def is_mask(self, value: Value) -> bool:
-        """True if `value` is a mask, not data: all floats upstream of its op are constants, or made by ops such as `full` and `where`."""
+        """True if `value` is a mask, not data: all floats that its op depends on are constants, or made by ops such as `full` and `where`."""
         makers = reached([value], lambda each: made[1] if (made := self.made_of(each)) is not None else ())
         return all((made := self.made_of(each)) is not None and (each is value or made[0] in MAKE_MASKS) for each in makers)
 

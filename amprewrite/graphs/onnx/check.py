@@ -1,7 +1,7 @@
 """Check an ONNX model before any of it is run: it must be whole, valid and of bounded size, and read only its own files.
 
-1. External data lies in the model's folder: its path is relative, has no "..", and no link on it leads out of the folder. The file has
-   no second hard link, which could make it a file from another folder.
+1. External data lies in the model's folder: its path is relative, has no "..", and follows no symbolic link out of the folder. The file
+   has no second hard link, because the link could be a file of another folder.
 2. Every constant holds as many bytes as its shape says.
 3. Functions do not call each other in a circle, and inlining them does not give more nodes than can be processed.
 4. No node leaves out an operand of a variadic list. onnx.checker does not test that, and ONNX Runtime crashes on it.
@@ -28,7 +28,7 @@ from amprewrite.tables.errors import CaptureError, one_line
 MOST_NODES = 20_000
 """A model may always have this many nodes after its functions are inlined, however few it has before."""
 GROWTH = 20
-"""Inlining may multiply the number of nodes by this factor, even if the result exceeds MOST_NODES."""
+"""Inlining functions may multiply the number of nodes by this factor, even if the result exceeds MOST_NODES."""
 
 
 # -- validity --------------------------------------------------------------------------

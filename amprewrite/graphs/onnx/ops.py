@@ -111,7 +111,7 @@ _SPELLED = {f"tensor({dtype.name.lower()})": dtype for dtype in ir.DataType}
 """Element types of tensors, by the name of the tensor type in schemas and in ONNX Runtime, such as "tensor(float)"."""
 _GRAPHS = (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS)
 OLDEST = 7
-"""Models of an older opset are raised to this opset, because ops of older opsets broadcast by attribute."""
+"""Models of an older opset are raised to this opset, because in older opsets an attribute, not the shapes, decides about broadcasting."""
 NEWEST = 24
 """Highest opset to which a model is raised, because current runtimes load no newer opset. Ops that need a newer one to be low stay fp32."""
 
@@ -226,12 +226,13 @@ class Signature:
     def follows(self, op_type: str, index: int, group: str, fmt: Format) -> bool:
         """True if operand `index` of an op gets the type `fmt` when the type variable `group` of the op, such as "T", is set to `fmt`.
 
-        This holds if the operand's type is `group`. In an op of SIDE_FOLLOWS, such as Pow, it holds for every operand that allows `fmt`.
+        This holds if `group` is the operand's own type variable. In an op of SIDE_FOLLOWS, such as Pow, it also
+        holds for any other operand that may have the type `fmt`.
         """
         return self._goes_along(self.input(index), op_type, group, fmt)
 
     def result_follows(self, op_type: str, index: int, group: str, fmt: Format) -> bool:
-        """Same as `follows` for a result: True if result `index` gets the type `fmt` when the type variable `group` is set to `fmt`."""
+        """Same as `follows`, for a result: True if result `index` gets the type `fmt` when the type variable `group` is set to `fmt`."""
         return self._goes_along(self.output(index), op_type, group, fmt)
 
     def _goes_along(self, own: str, op_type: str, group: str, fmt: Format) -> bool:
@@ -338,7 +339,7 @@ def opset_taking(op_type: str, opset: int, fmt: Format) -> int:
 
 
 def changed_ops(model: ir.Model, opset: int, in_bodies: bool = False) -> list[str]:
-    """Return the op types in a model (with `in_bodies`, in its subgraphs) that, by schema, may compute something else at `opset`."""
+    """Return the op types in a model that, by their schemas, may compute something else at `opset`. With `in_bodies`: only in subgraphs."""
     own = model.opset_imports.get("", 1)
     graphs = [graph for graph in model.graphs() if not (in_bodies and graph is model.graph)]
     used = sorted({node.op_type for graph in graphs for node in graph if node.domain in ("", "ai.onnx")})
@@ -349,7 +350,7 @@ def changed_ops(model: ir.Model, opset: int, in_bodies: bool = False) -> list[st
 def means_the_same(op_type: str, opset: int, raised: int) -> bool:
     """True if the schemas show that an op computes the same at the opsets `opset` and `raised`.
 
-    Between them it may gain types, optional operands, and attributes with neutral defaults. It may lose the attributes for broadcasting.
+    The newer schema may have more types, optional operands, and attributes with neutral defaults. It may lack attributes for broadcasting.
     """
     try:
         old, new = (onnx.defs.get_schema(op_type, version, "") for version in (opset, raised))
@@ -421,7 +422,7 @@ def format_of(value: ir.Value | None) -> str:
 
 
 HOLLOW = 1024
-"""An initialiser with at least this many elements is a weight, not a shape or axes, so type inference does not need its values."""
+"""An initialiser with at least this many elements counts as a weight, not as a shape or axes. Type inference does not need its values."""
 
 
 def infer_types(model: ir.Model) -> list[str]:

@@ -1,4 +1,4 @@
-"""Call methods before or after each step of any optimizer, by a global hook of PyTorch. The hook exists only while there are methods."""
+"""Call registered methods before or after each step of any optimizer. PyTorch's global hook for this exists only while there are some."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Listener = Callable[[Optimizer], None]
 
 
 class StepListeners:
-    """Calls bound methods at each step of any optimizer. `register` is PyTorch's `register_optimizer_step_pre_hook` or `..._post_hook`."""
+    """Calls bound methods at each step of any optimizer. `register` is `register_optimizer_step_pre_hook` or `..._post_hook` of PyTorch."""
 
     def __init__(self, register: Callable[[Any], Any]) -> None:
         self._register, self._hook = register, None
@@ -46,7 +46,7 @@ class StepListeners:
 
 
 def in_a_step() -> bool:
-    """True if any thread is inside the `step` of an optimizer. PyTorch iterates over the hooks there, so none may be removed then."""
+    """True if any thread is inside the `step` of an optimizer. PyTorch then iterates over the step hooks, so no hook may be removed."""
     for frame in sys._current_frames().values():
         at = frame
         while at is not None:

@@ -1,11 +1,11 @@
-"""Keep low copies of weights longer than one call: for a block of calls, or until an optimizer steps.
+"""Keep low (bf16 or fp16) copies of weights longer than one call: for a block of calls, or until an optimizer steps.
 
 PyTorch does not count every write to a weight: fused optimizers, `.data`, NumPy, DLPack and collectives leave `_version` unchanged. A kept
 copy may then be out of date without notice, so by default no copies are kept.
 
-1. Without a block, each call casts every weight anew, where a graph reads it (`passes/lower/hoist_weight_casts.py`).
+1. By default each call casts every weight anew, where a graph reads it (`passes/lower/hoist_weight_casts.py`).
 2. Copies are kept while a `Block` is open: during `frozen_weights()` and `generate()`, and always with the option `cache_weights="step"`.
-3. A kept copy is dropped if PyTorch counted a write to its weight, if an optimizer stepped it, or if the user calls `weights_changed()`.
+3. A kept copy is dropped if PyTorch counted a write to its weight, if an optimizer stepped the weight, or at a call of `weights_changed()`.
 4. Uncounted writes are found by comparing copies with weights: some rows of a few copies in a call, every copy when a block closes.
 
 All of this is one file because copies, the blocks that keep them and the events that drop them share one lock.
@@ -35,9 +35,9 @@ from amprewrite.torch_internals.dispatch import in_forward_mode, is_plain
 LOOKED_AT = 2
 """Number of kept copies that one call compares with their weights. Each call takes the next copies in turn."""
 SAMPLE = 64
-"""Number of elements of a 1-dim weight that a sample takes. Of a weight with more dims, a sample takes one index of the first dim."""
+"""Number of elements of a 1-dim weight that a sample compares with its copy. For more dims, it compares one index of the first dim."""
 WORDS_FROM = 1 << 14
-"""Number of elements above which two copies are compared as 64-bit words: three to five times as fast, measured on a CPU."""
+"""`same` compares tensors with more elements as 64-bit words, four elements in a word. On a CPU that is three to five times as fast."""
 _CUDA = torch.device("cuda")
 
 Key = tuple[int, torch.dtype, Layout, int]
@@ -60,7 +60,7 @@ class _Copy:
     address: int
 
     def counted_fresh(self, weight: Tensor) -> bool:
-        """True if this is a copy of `weight` with the same `requires_grad`, and PyTorch has counted no write to `weight` since the copy."""
+        """True if this is a copy of `weight` with its `requires_grad`, and `weight` still has the same `_version` and memory address."""
         if self.weight is not weight or weight.is_inference() or weight.requires_grad is not self.copy.requires_grad:
             return False
         return self.version == weight._version and self.address == weight.data_ptr()
@@ -73,8 +73,8 @@ Copies = dict[Key, _Copy]
 class Block:
     """A span of calls of a model, such as a `with frozen_weights()` block, and the low copies of weights that are kept for its calls.
 
-    `lasting` marks a span without an end. `cause` is the call or option that opened the block, for messages. `depth` counts the contexts
-    that use the block now.
+    `lasting` is True if the span never ends, as with `cache_weights="step"`. `cause` is the call or option that opened the block, for
+    messages. `depth` counts the `with` blocks that use this object now.
     """
 
     cause: str
@@ -84,7 +84,7 @@ class Block:
     """True if every element of the copies is compared when the block closes, False if only a sample of each copy is."""
     copies: Copies = field(default_factory=dict)
     searched_from: int = 1
-    """Number of copies from which on copies of freed weights are searched and dropped. It grows with the copies, so searches are rare."""
+    """At this number of copies, the next new copy first drops copies of freed weights. The limit then becomes twice the number left."""
     turn: int = 0
     asked: _Answer | None = None
     """A comparison that an accelerator began at an earlier call, and whose result was not read yet; None if there is none."""
@@ -115,7 +115,7 @@ class WeightCache:
 
     # -- copies --------------------------------------------------------------------------
     def take(self, asked: Sequence[Wanted]) -> list[Tensor]:
-        """Return a low copy for each (weight, dtype, layout) in `asked`: a fresh copy that the open `Block` keeps, or a new copy."""
+        """Return a low copy for each (weight, dtype, layout) in `asked`: the one in the open `Block` if it is up to date, or a new one."""
         streams = streams_of([weight for weight, _, _ in asked])
         if streams and recording(_CUDA):
             self._replayed = True  # keep no copies from now on: a replay of the CUDA graph may update weights without calling our hook
@@ -127,8 +127,8 @@ class WeightCache:
     def _kept(self, block: Block, weight: Tensor, dtype: torch.dtype, layout: Layout, stream: int) -> Tensor:
         """Return the low copy of `weight` that `block` (a span of calls) keeps, if this copy is up to date; otherwise a new copy.
 
-        The block keeps the new copy if `weight` is plain strided memory (`is_plain`), and no inference tensor, whose writes are not
-        counted.
+        The block keeps the new copy if `weight` is plain strided memory (`is_plain`) and no inference tensor. PyTorch counts no writes to
+        inference tensors.
         """
         key, copies = (id(weight), dtype, layout, stream), block.copies  # read the dict once: another thread may replace it
         found = copies.get(key)
@@ -160,11 +160,11 @@ class WeightCache:
 
     @contextlib.contextmanager
     def frozen(self, names: Names, cause: str, everywhere: bool) -> Iterator[None]:
-        """Context that keeps low copies of weights for several calls in a `Block`, and checks at its end that no weight changed.
+        """Context manager that keeps low copies of weights for several calls in a `Block`, and compares copies and weights at its end.
 
         With `everywhere`, all threads share the block, and every copy is compared in full. Otherwise the block is for this thread, and a
-        sample of every copy is compared. `names` and `cause` are for messages. Raises StaleWeightsError if a weight changed; warns instead
-        if the context ends by another exception.
+        sample of every copy is compared. Raises StaleWeightsError if a weight changed by a write that PyTorch did not count; warns instead
+        if the context ends by another exception. `names` and `cause` are for messages.
         """
         with self._lock:
             block = self._until_step or (self._shared if everywhere else self.block())
@@ -240,7 +240,7 @@ class WeightCache:
         return self._until_step is not None or bool(self._open)
 
     def stepped(self, optimizer: Optimizer) -> None:
-        """Drop the kept copies of the weights that `optimizer` has stepped."""
+        """Drop the kept copies of the weights that `optimizer` has stepped, and perhaps of other trained weights (see `_end`)."""
         with self._lock:
             for block in self._blocks():
                 self._end(block, {id(p) for group in optimizer.param_groups for p in group["params"]})
@@ -249,8 +249,8 @@ class WeightCache:
     def look(self, names: Names) -> None:
         """Compare a few rows of a few kept copies with their weights, to find writes that PyTorch does not count.
 
-        Each call checks different rows and copies. If a weight changed, all copies of the block are dropped. Then the block of
-        `cache_weights="step"` warns, and any other block raises StaleWeightsError. On a CPU the result of the comparison is used at once.
+        Each call checks different rows and copies. If a weight changed, all copies of the block are dropped. Then there is a warning, once,
+        for `cache_weights="step"`, and a StaleWeightsError for any other block. On a CPU the result of the comparison is used at once.
         On CUDA a later call uses it, so that the host does not wait. On other accelerators, copies are compared only when their block
         closes. So are the copies of a `generate()`, so that not every token pays for a comparison.
         """
@@ -323,7 +323,7 @@ def marked(copy: Tensor, weight: Tensor) -> Tensor:
 
 
 def kept_cast(cache: WeightCache, weight: Tensor, dtype: torch.dtype, layout: Layout, inverse: Tensor | None) -> Tensor:
-    """Return `pad_cast(weight, dtype, layout, inverse)`, in the memory of the low copy that `cache` keeps.
+    """Return the value of `pad_cast(weight, dtype, layout, inverse)`, but in the memory of the low copy that `cache` keeps.
 
     `inverse`, one over the loss scale, multiplies the gradient of `weight`. With `inverse`, each call makes a new autograd node, because
     the scale may change between calls. If `inverse` is None, every call in grad mode returns the kept copy itself, whose one autograd node
@@ -413,7 +413,7 @@ def sample(weight: Tensor, copy: Tensor, layout: Layout, turn: int) -> tuple[Ten
 def differs(a: Tensor, b: Tensor) -> Tensor:
     """Return a 0-dim boolean tensor: True if `a` and `b` differ by more than the smallest normal fp32 number. NaN equals NaN.
 
-    Smaller differences do not count, because some processors flush such numbers to zero.
+    Smaller differences do not count, because some processors flush numbers below the normal range to zero.
     """
     near = (a.float() - b.float()).abs() <= torch.finfo(torch.float32).tiny
     return ~((a == b) | near | (a.isnan() & b.isnan())).all()

@@ -1,4 +1,4 @@
-"""Round constants of an ONNX file to a low format, and find what a low copy would lose, and whether masks may be clamped to ±max.
+"""Round constants of an ONNX file to a low format. Find the error of a low copy, and whether a mask may be clamped to ±max of the format.
 
 This file has special code for the bounds of `clamp` and `maximum`, for `add`, which keeps the sign of large mask numbers, and for
 `BatchNormalization`, whose results after the first are running averages.
@@ -53,11 +53,11 @@ from amprewrite.tables.ops.products import sums_products
 from amprewrite.tables.vocabulary import Colour, OpKind, Reason
 
 BOUNDS = ops_with(Trait.BOUNDS)
-"""Ops whose constants are bounds, such as clamp. A bound beyond the low format's range may become ±max; of other constants, only masks."""
+"""Ops whose constants are bounds, such as clamp. A bound beyond the low format's range may become ±max. Other constants may if they mask."""
 
 
 class ConstantFacts:
-    """Finds what the constants of one model would lose in one low format, and which may be clamped to the format's range."""
+    """Finds the errors that the constants of one model would have in one low format, and the constants that may be clamped to its range."""
 
     def __init__(self, model: ir.Model, low: Format) -> None:
         self.low = low
@@ -73,7 +73,7 @@ class ConstantFacts:
         return self._looked_at[value]
 
     def loss(self, value: ir.Value, node: ir.Node, op: str) -> Loss | None:
-        """Return the error of the low copy of a constant that `node` reads, as a `Loss`; None if it is no larger than one rounding."""
+        """Return the error of the constant `value`, which `node` reads, in the low format, as a `Loss`; None if it is only rounded."""
         found = self.facts(value)
         masks_scores = bool(found.overflow) and self.readers.masks_scores(value)
         return loss_of(str(value.name), found, self.low, self._becomes_end(value, node, op), masks_scores)
@@ -93,7 +93,7 @@ class ConstantFacts:
         )  # fmt: skip
 
     def misreads(self, node: ir.Node) -> list[Loss]:
-        """Return a `Loss` for each constant of `node` that must stay fp32, because a low copy would lose more than one rounding.
+        """Return a `Loss` (error of a low copy) for each constant of `node` that must stay fp32, because it would be more than rounded.
 
         `node` is an op without a float result, such as a comparison.
         """
@@ -131,7 +131,7 @@ class ConstantFacts:
         return any(self.saturates(value, node, op) and not self._is_bound(value, op, node) for _, value in constants_of(node))
 
     def fill_range(self, name: str, node: ir.Node) -> dict[str, ValueRange]:
-        """Return {`name`: range of the fill number} for a ConstantOfShape; {} if the low format holds the number, or if it fills a mask."""
+        """Return {`name`: range of the fill number} for a ConstantOfShape; {} if the number fits the low format, or fills a mask."""
         number = fill_of(node)
         found = facts(number, self.low)
         sides = {ABOVE if found.most > 0 else BELOW}
@@ -187,7 +187,7 @@ def constants_of(node: ir.Node) -> list[tuple[int, ir.Value]]:
 
 DIVIDES, SCALES = ops_with(Trait.DIVIDES), ops_with(Trait.SCALES)
 LOOKED_INTO = BOUNDS | ops_with(Trait.MAKES_SCORES, Trait.COMPARES)
-"""Bounds, comparisons and ops that compute scores. Their constants help to decide whether a number beyond the range may become ±max."""
+"""Ops that clamp, compare, or compute attention scores. Their constants tell whether a number beyond the range may become ±max."""
 MASK_OF_ATTENTION, MASK_OF_CONTRIB = 3, 5
 """Index of the mask among the operands of attention: in onnx's own op `Attention`, and in the ops of ONNX Runtime's own domain."""
 
@@ -425,7 +425,7 @@ EXP_MOST = 8.0
 
 @dataclass(frozen=True)
 class Kinds:
-    """Chooses the kind of an op (allow, deny, …) by op lists and ranges in samples. `asked_ops` are the ops that users' overrides name."""
+    """Chooses the kind of an op (allow, deny, …) by op lists and by value ranges in sample runs. Users' overrides name the `asked_ops`."""
 
     low: Format
     lists: OpLists
@@ -473,9 +473,9 @@ class Kinds:
         """Return (high, reason, detail) for a Cast that must cast to fp32; None if it may cast to the low format instead.
 
         Booleans, bytes, a small constant integer, and constant masks of zeros and ones may become low, since the low format holds them
-        exactly. Other integers must become fp32. They may be positions, to which a later op adds fractions, and may be larger than in the
-        samples. Inputs of fp32 and fp16 may become low: rounding fp16 to bf16 is no worse than rounding fp32. A bf16 input may exceed
-        fp16's range, so it may become fp16 only if samples show its range.
+        exactly. Other integers, and doubles, must become fp32. Integers may be positions, to which a later op adds fractions, and may be
+        larger than in the samples. Inputs of fp32 and fp16 may become low: rounding fp16 to bf16 is no worse than rounding fp32. A bf16
+        input may exceed fp16's range, so it may become fp16 only if samples show its range.
         """
         source, seen = format_of(node.inputs[0]), self.samples.ranges.get(str(node.outputs[0].name))
         if source in BYTES or source in ("fp32", self.low.name):

@@ -2,14 +2,15 @@
 
 1. Constants whose mean is larger than their spread: a norm later subtracts most of such a value, and rounding errors grow.
 2. Products of rows and a constant matrix (`MatMul`, `Gemm`), whose operands may be quantised to fp8.
-3. Matrix products in which a low format would round positions, lengths or steps (`ir/evidence/counts.py`). A file does not say which
-   constants are learnt, so all are judged by their values. If a factor has fractions, it counts as a weight, and the result is not counted.
+3. Matrix products in which a low format would round positions, lengths or time steps (`ir/evidence/counts.py`). A file does not say which
+   constants are learnt, so their values decide. A factor with fractions is taken for a weight, and the result is then no position.
    Positions times at most `FEW` frequencies are an exception, but never in a `conv2d` or `conv_transpose2d`. `OneHot` is read as "one_hot",
    whose results are at most 1; `op_of` would name it "scatter". A `Gather` is read as `index` if its table holds whole numbers.
-   The number that fills a `ConstantOfShape` is an attribute. A `Constant` and the branches of an `If` are looked at when they are read.
+   The number that fills a `ConstantOfShape` is an attribute. Results of `Constant` and `If` are judged when an op reads them.
 4. The summands of linear ops, each with its factor. A long chain of sums with small factors, `x + 0.1 * f(x)`, stays fp32. A factor
    is a number, a constant that varies along one dim at most (its root mean square counts), or a schedule: a value of one element that is
-   computed without products, such as a step size. `loop` and `scan` have no summands; values that they pass between iterations are listed.
+   computed without products, such as the step size of a sampler. `loop` and `scan` have no summands. `read_repeated` lists the values
+   that they pass between iterations.
 5. The ops that draw random numbers in each run. A `Dropout` counts only if its input `training_mode` may be true.
 """
 
@@ -59,10 +60,10 @@ def _values(reading: OnnxReading, names: Iterable[str]) -> list[tuple[str, np.nd
 
 
 def read_matrix_products(reading: OnnxReading, top: ir.Graph) -> tuple[dict[str, MatrixProduct], list[str]]:
-    """Return ({node name: product}, notes) for each MatMul or Gemm of the graph `top` whose second operand is a constant matrix.
+    """Return ({node name: product}, notes) for each MatMul or plain Gemm of the graph `top` whose second operand is a constant matrix.
 
-    Both operands are marked as trained (`x_learns`, `w_learns`), so that passes decide as they do for a model in training. Products in
-    bodies (subgraphs) are left out, with a note: an fp8 copy needs a scale, and sample runs record no ranges in bodies.
+    A plain Gemm has the attributes in FACTORS at their defaults. Both operands are marked as trained (`x_learns`, `w_learns`), so that
+    passes decide as for a model in training. Products in subgraphs are left out, with a note: their fp8 scales would need sampled ranges.
     """
     found: dict[str, MatrixProduct] = {}
     inside = 0
@@ -99,7 +100,7 @@ def with_counts(reading: OnnxReading, model: ir.Model) -> OpGraph:
 
     def summed(node: OpNode) -> int:
         if node.op in ("conv2d", "conv_transpose2d"):
-            return FEW + 1  # more than the exception for frequencies (rule 3) allows, even if a filter is small: filters are learnt weights
+            return FEW + 1  # too many for the exception for frequencies (rule 3), because filters of convolutions are learnt weights
         return node.flops // (2 * max(elements(reading.values[node.name]), 1)) if node.name in reading.values else 0
 
     for node in model.graph.all_nodes():
@@ -177,7 +178,7 @@ def read_summands(reading: OnnxReading) -> dict[str, Summands]:
         """Return the factor by which `given` scales a summand: `given` itself if `how` is "", 1 / `given` if `how` is "divided by".
 
         Return None if `given` is not one of these: a number (for a division, not 0), a constant that varies along one dim at most, or a
-        schedule. A schedule is a value of one element that is computed without matrix products, such as a step size.
+        schedule. A schedule is a value of one element that is computed without matrix products, such as the step size of a sampler.
         """
         tensor = constant_tensor(given) if isinstance(given, ir.Value) else None
         if tensor is not None:
@@ -198,7 +199,7 @@ def read_summands(reading: OnnxReading) -> dict[str, Summands]:
 
 
 def _is_exact(node: OpNode, exact: set[str]) -> bool:
-    """True if the result of `node` is computed without matrix products, random ops and loops. `exact` names all earlier such results."""
+    """True if the result of `node` is computed without matrix products, random ops and loops. `exact` names all such results so far."""
     if node.role != "op":
         return node.role != "output"
     # Check the kind, too: a product of unknown shape has `flops == 0`, but its kind is ALLOW.

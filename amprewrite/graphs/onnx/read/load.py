@@ -139,7 +139,7 @@ def _parsed(source: onnx.ModelProto | str | Path) -> ir.Model:
     """Return the model in a protobuf or a file, without loading external data.
 
     A value that is both an input and an output gets the input's type, because the output's type in the file may be wrong. onnx_ir refuses
-    or silently drops some parts. They are first converted (sparse to dense), refused with a message, or noted in `model.meta`.
+    or silently drops some parts of a file. These are first converted (sparse to dense), refused with a message, or noted in `model.meta`.
     """
     proto = copy.deepcopy(source) if isinstance(source, onnx.ModelProto) else onnx.load(source, load_external_data=False)
     name = name_of(source)

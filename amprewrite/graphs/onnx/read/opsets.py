@@ -88,7 +88,7 @@ def unite_opsets(model: ir.Model) -> None:
             function.opset_imports[domain] = own
 
 
-# -- too old ---------------------------------------------------------------------------------
+# -- models of too old an opset --------------------------------------------------------------
 def raise_old(model: ir.Model) -> ir.Model:
     """Convert a model of an older opset to the opset OLDEST.
 
@@ -165,7 +165,7 @@ def _unsqueeze(graph: ir.Graph, node: ir.Node, slope: ir.Value, axes: list[int])
     node.replace_input_with(1, shaped)
 
 
-# -- the low format ---------------------------------------------------------------------------
+# -- a newer opset for the low format ---------------------------------------------------------
 def raise_for_format(model: ir.Model, low: Format, lists: OpLists, least: int = 0) -> tuple[ir.Model, list[str]]:
     """Raise the opset of a model until its ops may return the type `low`, such as bf16. Return (model, notes on the change).
 
@@ -208,10 +208,10 @@ def raise_for_format(model: ir.Model, low: Format, lists: OpLists, least: int = 
 
 
 def _keep_asymmetric(model: ir.Model) -> None:
-    """Set attributes of each Resize, so that it reads the same elements as before its opset was raised. The defaults would read others.
+    """Set attributes of each Resize, so that it reads the same elements as before its opset was raised. The new defaults differ.
 
     Below the opset RESIZED, element i of a result is read at i / scale ("asymmetric"). In the mode "nearest", ONNX Runtime rounds this
-    position down ("floor"), or up ("ceil") if the scale is below one.
+    position down ("floor"), or up ("ceil") where it shrinks a dim. The attribute holds for all dims: "ceil" if no scale is above one.
     """
     for node in (node for graph in model.graphs() for node in graph if node.op_type == "Resize" and not node.domain):
         node.attributes["coordinate_transformation_mode"] = ir.AttrString("coordinate_transformation_mode", "asymmetric")

@@ -3,10 +3,10 @@
 1. Walk the nodes in order. A body is walked at the position of its node, so that a value may enter or leave it in either format.
 2. Each input of a body, and each result of an If, Loop or Scan, has an op-graph node. The nodes of one loop state share a precision
    group, so that the state has one colour (low or high) in all iterations.
-3. An operand has the format of the op if its schema gives it the type variable of the result, such as "T". Other fp32 operands stay fp32,
-   since ONNX ops do not promote mixed types.
+3. An operand has the format of the op if the op's schema gives operand and result the same type variable, such as "T". Other fp32 operands
+   stay fp32, since ONNX ops do not promote mixed types.
 4. Constants cost nothing: a constant that an op reads low is stored low, and never cast.
-5. The reader forces an op to fp32 if it is on no op list, if the opset does not allow the low type, or if it reads or makes
+5. Reading forces an op to fp32 if, for example, it is on no op list, its opset does not allow the low type, or it reads or makes
    quantised values. Constants and ranges in sample runs are only recorded: passes judge them.
 
 This file has special code for bodies (`If`, `Scan`, `Loop`), for ops that set the type of their result (`Cast`, called `to` in op tables,
@@ -74,12 +74,12 @@ class OnnxReading:
     kept: dict[str, Loss] = field(default_factory=dict)
     """Constants that stay fp32 whatever the passes decide: {name: error that a low copy would have}."""
     masks: set[str] = field(default_factory=set)
-    """Constants, and ConstantOfShape nodes, that only mask attention scores. Where they block a position, their low copies hold a number
-    just above half of the format's lowest (`BLOCKED` in constants.py), so that the sum of two masks stays finite."""
+    """Constants, and ConstantOfShape nodes, that only mask attention scores. In their low copies a number beyond the range becomes 15/32 of
+    ±max (`BLOCKED` in constants.py), so that the sum of two masks stays finite."""
     ranges: dict[str, ValueRange] = field(default_factory=dict)
-    """Value ranges by op-graph node: of results in sample runs, and of constants and fills that the low format does not hold exactly."""
+    """Value ranges by op-graph node: of results in sample runs, of constants that the low format rounds, of fills that do not fit it."""
     walls: Counter[str] = field(default_factory=Counter)
-    """Ops that are on no op list: {"domain::op type": number of occurrences}."""
+    """Ops that stay fp32, being on no op list, without a schema, or with subgraphs: {"domain::op type": number of occurrences}."""
     untyped: Counter[str] = field(default_factory=Counter)
     """Values of unknown type, with the number of ops that stay fp32 because they read the value."""
 
@@ -87,7 +87,7 @@ class OnnxReading:
 def read_onnx(
     model: ir.Model, low: Format, lists: OpLists, samples: Samples, asked_ops: frozenset[str] = frozenset(), keep_io: bool = True
 ) -> OnnxReading:
-    """Read `model` into an `OnnxReading`: the op graph, the reads of constants, and how op-graph nodes map to ONNX values and nodes.
+    """Read `model` into an `OnnxReading`: the op graph, the constants that ops read, and the ONNX value and node of each op-graph node.
 
     `samples` are the results of sample runs. `asked_ops` are the ops that the user's overrides put on an op list. `keep_io` keeps the
     model's inputs and outputs fp32."""
@@ -331,11 +331,11 @@ class _Reader:
             graph.nodes[name] = replace(graph[name], pinned=graph[name].pinned or (Colour.HIGH, Reason.CONSTANT, text))
 
     def saturates(self, operands: Iterable[Operand]) -> bool:
-        """True if one of `operands` may hold numbers of a mask, such as -1e9, that a low copy clamps to the ends of its range."""
+        """True if one of `operands` may hold numbers of a mask, such as -1e9, that a low copy clamps to ±max of the format."""
         return any(self.reading.graph[operand.value].may_saturate for operand in operands)
 
     def walled(self, name: str, node: ir.Node, inner: list[ir.Graph]) -> tuple[Operand, ...]:
-        """Return the operands of an op that must run in fp32, since it is on no op list, has subgraphs, or reads values of unknown type.
+        """Return the operands of an op that must run in fp32: it is unlisted, has no schema or has subgraphs, or the type of an operand is unknown.
 
         The operands are all fp32 values of the op graph that the op or its subgraphs `inner` read. Each is needed in fp32.
         """
@@ -413,7 +413,7 @@ class _Reader:
         self.turns //= TURNS
 
     def leave(self, name: str, node: ir.Node, outer: ir.Value, inner: list[tuple[Slot, ir.Value]], precision_group: str = "") -> None:
-        """Add an op-graph node for `outer`, a result of an If, Loop or Scan. `inner` holds the body outputs that become this result.
+        """Add an op-graph node for `outer`, a result of an If, Loop or Scan. `inner` lists the subgraph outputs that become `outer`.
 
         If `outer` is a loop's state, `precision_group` is the name of its precision group (nodes that must have one format), otherwise "".
         """
