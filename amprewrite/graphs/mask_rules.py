@@ -59,7 +59,7 @@ class MaskRules(ABC, Generic[Value]):
         return any(read.kind is OpKind.ALLOW for read in self.reads(value))
 
     def is_mask(self, value: Value) -> bool:
-        """True if `value` is a mask, not data: all floats that its op depends on are constants, or made by ops such as `full` and `where`."""
+        """True if `value` is a mask, not data: all floats upstream of its op are constants or results of ops such as `full` and `where`."""
         makers = reached([value], lambda each: made[1] if (made := self.made_of(each)) is not None else ())
         return all((made := self.made_of(each)) is not None and (each is value or made[0] in MAKE_MASKS) for each in makers)
 

@@ -66,7 +66,7 @@ class AmpRewritePrecision(Precision):  # type: ignore[misc]
     def connect(self, model: nn.Module, optimizers: list[Any], lr_schedulers: list[Any]) -> tuple[nn.Module, list[Any], list[Any]]:
         """Make the optimizers skip steps with overflowed gradients, and keep their learning-rate schedules from advancing at such a step.
 
-        Only schedules with interval "step" are changed. Returns its arguments, which are changed in place.
+        Schedules with another interval than "step" are not changed. Return the arguments, which are changed in place.
         """
         for optimizer in optimizers:
             for session in self._sessions:
@@ -76,8 +76,8 @@ class AmpRewritePrecision(Precision):  # type: ignore[misc]
                 config.scheduler = HeldSchedule(config.scheduler)
         return model, optimizers, lr_schedulers
 
-    # In `Precision`, each of the next four methods calls callbacks of the module's trainer. Under Fabric a module has no trainer: then call
-    # the method of Fabric's precision plugin, the base class of `Precision`.
+    # The next four methods of `Precision` call callbacks of the module's trainer. Under Fabric a module has no trainer. Then skip
+    # `Precision`, and call the method of its base class, which is Fabric's precision plugin.
     def pre_backward(self, tensor: Tensor, module: Any) -> Any:
         return super().pre_backward(tensor, module) if _has_trainer(module) else super(Precision, self).pre_backward(tensor, module)
 

@@ -107,7 +107,7 @@ class AmpRewriteQuantizer(HfQuantizer):  # type: ignore[misc]
         return rewrite(model, inplace=True, **_with_fp32_modules(model, self.quantization_config.rewrite_options()))  # type: ignore[attr-defined]
 
     def _dequantize(self, model: nn.Module, dtype: Any = None) -> nn.Module:
-        """Restore the original model, for `model.dequantize()`."""
+        """Undo the rewrite and return the fp32 model. transformers calls this in `model.dequantize()`."""
         return restore(model)
 
 
@@ -176,7 +176,7 @@ def _inside(model: nn.Module) -> nn.Module:
 
 
 def _with_fp32_modules(model: nn.Module, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `options` plus overrides that keep the modules of `fp32_modules` in fp32. If `options` has a plan, no override is added."""
+    """Return `options` plus overrides that keep the modules in `fp32_modules(model)` in fp32. If `options` has a plan, none are added."""
     if options.get("plan") is not None:
         return dict(options)
     low, device = options.get("dtype"), options.get("device")

@@ -9,7 +9,7 @@ The model is Williams et al. (2009). Its rules here:
    In inference the kernel is a little slower, because it converts as it reads.
 4. The cast of a parameter costs as much as any other cast, at every call. Copies that are kept between calls (`cache_weights="step"`,
    frozen weights, a file) cost nothing in a pass without gradients.
-5. One plan may serve both training and inference. `CostModel.training` is then the weight of training in the price.
+5. One plan may serve both training and inference. The price is then a weighted mean. `CostModel.training` is the weight of training.
 6. If memory has a price (`rewrite(..., memory=...)`), a training step also pays for the bytes of every result and copy, because the
    backward may keep them.
 
@@ -36,9 +36,9 @@ from amprewrite.tables.ops.op_lists import Trait, find_op, ops_with
 from amprewrite.tables.vocabulary import Colour, OpKind
 
 TICK = 1e-10
-"""The unit of prices, in seconds."""
+"""The unit of prices, in seconds: 0.1 ns."""
 RISK = 0.02
-"""Extra price of running a rounding op low, as a share of the launch time. An op that saves less than this in low precision stays fp32."""
+"""Extra price of a low op that rounds, as a share of the launch time. An op that saves less than this in low precision stays fp32."""
 MIXING = 0.1
 """Extra price of a kernel that reads a low and an fp32 operand, as a share of the price of a cast: such kernels do not vectorise."""
 _CONVERSIONS = ops_with(Trait.CONVERTS)
@@ -68,7 +68,7 @@ class CostModel:
     cached_weights: bool = True
     """Whether calls without gradients keep the low copies of parameters for the next call."""
     timings: Measured | None = None
-    """Measured times to use as prices; None to compute prices from the device table."""
+    """Measured times from which prices are computed; None to compute them from the device table."""
     memory: float = 0.0
     """Price in seconds of one byte that is kept for the backward."""
 
@@ -106,7 +106,7 @@ class CostModel:
         return self.device.launch + max(moved, node.flops / self.device.rate(rate))
 
     def cast(self, node: OpNode) -> int:
-        """Return the price of one copy of the result of `node` in the other format (low or fp32), without the cast of its gradient."""
+        """Return the price of casting the result of `node` once, from low to fp32 or back. The cast of the gradient is not included."""
         if not 0 < self.training < 1:
             return self._cast(node, bool(self.training))
         return round(self.training * self._cast(node, True) + (1 - self.training) * self._cast(node, False))
@@ -140,7 +140,7 @@ def sends_gradients(reader: OpNode) -> bool:
 
 
 def mixes(reader: OpNode, operand: Operand, want: Colour) -> bool:
-    """True if `reader` needs `operand` in fp32 (`want` is high), but its kernel also accepts the low format and converts it itself."""
+    """True if `reader` wants `operand` in fp32 (`want` is high), but its kernel also takes a low operand and converts it itself."""
     return want is Colour.HIGH and operand in reader.promoted
 
 
@@ -233,7 +233,7 @@ def price(graph: OpGraph, colours: Mapping[str, Colour], model: CostModel) -> Pr
 
 
 def ticks(seconds: float) -> int:
-    """Return a time in seconds as a whole number of ticks (`TICK`, 0.1 ns)."""
+    """Convert seconds to a whole number of ticks (`TICK`, 0.1 ns)."""
     return round(seconds / TICK)
 
 
@@ -258,7 +258,7 @@ class ProductPrices:
     fused: bool
     """Whether a compiler fuses the computation of amaxes (largest magnitudes) and the casts with the ops that make the values."""
     kernel: bool
-    """Whether amprewrite's own kernel casts and transposes if no compiler does."""
+    """Whether amprewrite's own kernel casts to fp8 and transposes, if `fused` is False."""
 
     @property
     def launch(self) -> float:
@@ -304,7 +304,7 @@ class ProductPrices:
                 yield "transposed", self._pass(numel, (WIDE if fuses else 2 * WIDE) if self.fused else WIDE)
                 yield way, self._pass(numel, WIDE + NARROW)
         else:
-            # the amax needs no pass over the matrix if scales of rows (other layout) give it, or if the kernel that makes the matrix does
+            # The amax needs no pass over the matrix if the straight copy has row scales, or the kernel that makes the matrix computes it.
             known = recipe.scaling(role, STRAIGHT) == ROWS or (self.fused and not held)
             yield "amax", self._pass(numel, 0 if known else WIDE)
             if not (held and known):

@@ -131,7 +131,7 @@ def check_functions(model: ir.Model, name: str) -> None:
 
 
 def _size(model: ir.Model, key: ir.OperatorIdentifier, sizes: dict[object, int], trail: tuple[object, ...]) -> int:
-    """Return the number of nodes that replace a call of the function `key` in inlining. Raises CaptureError if the function calls itself.
+    """Return the number of nodes that inlining puts in place of a call of the function `key`. Raises CaptureError if it calls itself.
 
     `sizes` caches the results by function. `trail` holds the functions that are being inlined around this call.
     """

@@ -226,8 +226,7 @@ class Signature:
     def follows(self, op_type: str, index: int, group: str, fmt: Format) -> bool:
         """True if operand `index` of an op gets the type `fmt` when the type variable `group` of the op, such as "T", is set to `fmt`.
 
-        This holds if `group` is the operand's own type variable. In an op of SIDE_FOLLOWS, such as Pow, it also
-        holds for any other operand that may have the type `fmt`.
+        This holds if `group` is the operand's type variable. In an op of SIDE_FOLLOWS, such as Pow, all operands that allow `fmt` follow.
         """
         return self._goes_along(self.input(index), op_type, group, fmt)
 

@@ -1,15 +1,15 @@
 """Keep the colour (low or high) of an op equal in all graphs of a model in which the op is captured.
 
 An op is identified by the module that calls it, its name, the line of code that calls it, and the number of earlier calls by that line.
-Another tracer may report other lines of code. If all its lines for an op in a module are unknown, but the number of calls is the same, the
-calls match the known calls in order. If the numbers differ as well, a call matches only if all known calls have the same colour.
+Another tracer may report different lines. If a graph calls an op of a module only from unknown lines, but equally often, its calls match
+the known calls in order. If the numbers of calls differ, too, they match only if all known calls have the same colour.
 
 1. The graph that is captured first decides.
 2. A later graph takes over the colours of shared ops and decides the rest.
 3. Facts about a later graph may require fp32 for an op that is low so far. The op then becomes fp32 in all graphs, and graphs that run it
    low are planned anew.
 
-Colours therefore change only from low to high, so that the planning ends.
+Colours therefore change only from low to high, so that planning terminates.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ Place = tuple[str, str]
 Call = tuple[str, int]
 """(line of the model's code, number of earlier calls of the op by this line)."""
 FREE = (Reason.BODY, Reason.OPAQUE, Reason.TRANSFORMED)
-"""Reasons of colours (low or high) that may differ between graphs: the node holds a subgraph, or is inside a torch.func transform."""
+"""Reasons for which an op may have different colours in different graphs: it holds a subgraph, or is inside a torch.func transform."""
 APART = (*FREE, Reason.DEVICE)
-"""Reasons of colours that other graphs do not take over: the reasons in FREE, and a device on which the whole graph stays fp32."""
+"""If an op has its colour for one of these reasons, other graphs do not take the colour over. DEVICE: the device gains nothing from low."""
 
 
 class ColouredOp(Protocol):
-    """The attributes that identify an op across graphs. Nodes of op graphs and of plans (OpNode, NodePlan) have them."""
+    """Protocol: the attributes that identify an op across graphs. Nodes of op graphs (OpNode) and of plans (NodePlan) have them."""
 
     @property
     def name(self) -> str: ...

@@ -5,7 +5,7 @@
    may be an epsilon that protects the op from zeros, and samples may contain no such zeros.
 3. A constant may be rounded if its error is negligible: a bias in a far larger sum, a factor whose products are only added to far larger
    values, or an epsilon far below the smallest result seen.
-4. If an op runs in fp32 because of a constant, so does an op that divides by its result or scales its result.
+4. If an op runs in fp32 because of a constant, so do ops that multiply, divide or merely pass on its result.
 5. A constant that is passed into the body of a branch or loop, or out of it, stays fp32 for all its readers there, because values inside
    the body have no measured ranges.
 """
@@ -23,7 +23,7 @@ from amprewrite.tables.ops.op_lists import Trait, ops_with
 from amprewrite.tables.vocabulary import OpKind
 
 BORDERS = {"if", "loop", "scan"}
-"""Names of the ops through which values enter and leave the body of a loop or condition."""
+"""Ops with bodies (subgraphs). In an op graph, a node with one of these ops stands for a value that enters or leaves a body."""
 INVERSE, USES_SMALL, TAKES_EPSILON = ops_with(Trait.INVERSE), ops_with(Trait.MAGNIFIES_SMALL), ops_with(Trait.TAKES_EPSILON)
 
 
@@ -58,13 +58,13 @@ class ConstantRead:
     constant: str
     reader: str
     follows: str
-    """Name of the op whose format the constant must have: the reader or, if it only compares, the op that makes the compared value."""
+    """Name of the op whose format the constant must have: the reader or, for a comparison, the op that makes the reader's other operand."""
     loss: Loss | None = None
     """The error of the constant in the low format; None if it is no larger than one rounding."""
     summand: bool = False
     """Whether the reader only adds the constant to a product of its other operands."""
     pole: str = ""
-    """The op with a pole at zero that the elements of the constant may reach, in words; "" if there is none."""
+    """Text that names an op that returns inf at zero (a pole), and that elements of the constant may reach; "" if there is none."""
 
 
 def lost_constants(graph: OpGraph, reads: Iterable[ConstantRead], seen: Mapping[str, ValueRange], low: Format) -> dict[str, str]:

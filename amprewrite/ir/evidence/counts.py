@@ -34,7 +34,7 @@ FEW = 16
 """A product of numbers that count something, such as positions, stays fp32 if each element of its result sums at most this many products.
 Coordinates are summed over two or three, positions times frequencies over one."""
 EXACT = 256
-"""The largest n such that all low formats hold all whole numbers up to n exactly. It is bf16's; fp16's is 2048."""
+"""All low formats hold all whole numbers up to this one exactly. It is the limit of bf16. The limit of fp16 is 2048."""
 UNSET, LOOKS_UP = ops_with(Trait.UNSET), ops_with(Trait.LOOKS_UP)
 RANDOM = ops_with(Trait.RANDOM) - UNSET
 NO_FACTORS = ops_with(Trait.ATTENDS, Trait.ATTENDS_AND_PROJECTS, Trait.RECURRENT, Trait.RECURRENT_STEP)
@@ -42,7 +42,7 @@ PLACES, TOTALS, WITHIN_ONE, BELOW = (ops_with(each) for each in (Trait.NUMBERS, 
 MOVES = ops_with(Trait.LINEAR_IN_FIRST, Trait.JOINS, Trait.CONVERTS) - TOTALS
 BOUNDS, UNIFORM, FILLS, RANKS = (ops_with(each) for each in (Trait.BOUNDS, Trait.UNIFORM, Trait.FILLS, Trait.RANKS))
 READS_FIRST = ops_with(Trait.LINEAR_IN_FIRST) - ops_with(Trait.SCALES)
-"""Ops that return numbers of their first operand. All other operands are indices and sizes, or have a shape or dtype that the op takes."""
+"""Ops that return numbers of their first operand. From other operands they take only indices, sizes, a shape or a dtype."""
 HOLDS, INVERSE, DIVIDES = (ops_with(each) for each in (Trait.HOLDS_NUMBERS, Trait.INVERSE, Trait.DIVIDES))
 GROWS = PLACES | FILLS | HOLDS | ops_with(Trait.ADDS_UP, Trait.IN_POLYNOMIALS)
 """Ops whose result may be as large as a number among their arguments, such as the end of an `arange`."""
@@ -103,12 +103,12 @@ def written_over(held: Count, written: Count) -> Count:
 
 
 def keep_counts(graph: OpGraph, counts: Mapping[str, Count], summed: Callable[[OpNode], int]) -> OpGraph:
-    """Return a copy of `graph` with `counted` set on each product that would round whole numbers if it ran low, and on fills that it reads.
+    """Return a copy of `graph` in which `OpNode.counted` marks products that would round whole numbers if they ran low, and fills.
 
-    Such a fill is `x.new_full(size, 1001.0)`, which takes the dtype of `x`. `counts` gives the `Count` of each value by name; a value
-    without an entry is not counted. `summed` returns the number of elements over which a product sums.
+    A fill, such as `x.new_full(size, 1001.0)`, is marked if its number reaches such a product. `counts` gives the `Count` of each value
+    by name. A value without an entry is not counted. `summed` returns the number of elements over which a product sums.
     """
-    found, readers = dict[str, OpNode](), dict[str, str]()  # `readers`: for each LARGE value on the way to a product, an op that reads it
+    found, readers = dict[str, OpNode](), dict[str, str]()  # `readers`: {LARGE value that reaches a marked product: an op that reads it}
     for node in reversed(list(graph)):
         text = _counted(node, counts, summed) or (readers.get(node.name, "") if node.op in UNIFORM & FILLS else "")
         if text or node.name in readers:
@@ -118,7 +118,7 @@ def keep_counts(graph: OpGraph, counts: Mapping[str, Count], summed: Callable[[O
 
 
 def _counted(node: OpNode, counts: Mapping[str, Count], summed: Callable[[OpNode], int]) -> str:
-    """Return the name of the operand that forces the matrix product `node` into fp32; "" if `node` may run low, or is no product.
+    """Return the name of an operand for which the matrix product `node` must run in fp32; "" if `node` may run low, or is no product.
 
     For example, the operand holds positions, which the low format would round (rules 3 and 4 of this file).
     """

@@ -1,10 +1,10 @@
-"""Rules for values that a format's range cannot hold, the same for PyTorch graphs and ONNX files.
+"""Rules for values that the range of a low format cannot hold. They are the same for PyTorch graphs and ONNX files.
 
 The rules need the largest and the smallest magnitude of a value. These are computed for weights, and measured in sample runs for all other
 values.
 
 The rules know some ops by name. `neg`, `abs` and `sub` change the sign of a number beyond the range, and `div` may divide by it. Small
-values are negligible in larger sums (`add`, `sub`), and `mul` returns small values for small operands.
+values are negligible in larger sums (`add`, `sub`), and `mul` returns a small value if an operand is small.
 """
 
 from __future__ import annotations
@@ -143,8 +143,8 @@ def _bounded(read: Read[Any], side: int, low: Format) -> frozenset[int] | None:
     """Return the result of `handed_on` for an op that bounds its result, such as clamp. Its operand is far beyond the range on `side`.
 
     If a bound on `side` is near zero (at most low.max / SHRINKS), the set is empty: the result is this bound, whether the operand is
-    clamped or not. If all bounds on `side` are beyond the range, or there are none, the set is {side}. In other cases, and if an opposite
-    bound is far from zero on `side`, return None. For example, `side` is BELOW, and an upper bound of -5e4 makes all results -5e4 or less.
+    clamped or not. The set is {side} if no bound on `side` lies within the range, and no opposite bound lies far out on `side`. An upper
+    bound of -5e4, for example, is such an opposite bound if `side` is BELOW: all results are -5e4 or less. Otherwise return None.
     """
     stops, others = (read.lower, read.upper) if side == BELOW else (read.upper, read.lower)
     near = low.max / SHRINKS
@@ -272,7 +272,7 @@ def bias_drowns(result: ValueRange | None, low: Format) -> bool:
 
 
 def drowned(graph: OpGraph, node: OpNode, seen: Mapping[str, ValueRange], low: Format, depth: int = 4) -> bool:
-    """True if the small result of `node` is negligible, because it is only added, perhaps after a product, to far larger values.
+    """True if the small result of `node` is negligible, because it is only added, perhaps after multiplications, to far larger values.
 
     `seen` holds the ranges of values on samples, by name. The search for a sum follows at most `depth` ops.
     """
@@ -288,7 +288,7 @@ def drowned(graph: OpGraph, node: OpNode, seen: Mapping[str, ValueRange], low: F
 
 
 def near_a_pole(smallest: float, low: Format) -> bool:
-    """True if a value may hold elements that `low` flushes to zero. Ops with a pole at zero (`POLES`) return infinities for them.
+    """True if `low` may flush elements of a value to zero, for which ops in `POLES`, such as a logarithm, return infinities.
 
     `smallest` is the smallest magnitude of the value in sample runs.
     """

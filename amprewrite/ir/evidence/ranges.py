@@ -35,8 +35,8 @@ SCHEMA = 1
 CHUNK = 2**22
 """Number of elements of a tensor that are read at once, to limit temporary memory."""
 FALLS_OFF = (0.5, 8.0)
-"""Parameters of the Beta prior of q, the share of a tail that lies beyond the next power of two (see `_beyond`). The prior has the mean
-0.06 and the weight of about eight values."""
+"""Parameters of the Beta prior of q, the share of a histogram's tail that lies beyond the next power of two (see `_beyond`). The mean is
+0.06, and the prior weighs as much as about eight values."""
 _TITLES = ("node", "largest", "smallest", "P(overflow) a pass", "P(underflow)", "NaN, inf")
 _BIAS = 127
 _NOT_FINITE = 255
@@ -175,7 +175,7 @@ def _beyond(exponents: list[tuple[int, int]], count: int, limit: int) -> float:
     return worst
 
 
-# -- of a model -----------------------------------------------------------------------------
+# -- ranges of a whole model ----------------------------------------------------------------
 @dataclass(frozen=True)
 class RegionRanges:
     """Ranges of the values of one captured graph. `a | b` merges the ranges `a` and `b`."""
@@ -284,7 +284,7 @@ class Calibration:
         except CalibrationError as error:
             raise CalibrationError(f"{printable(path)}: {error}") from error
 
-    # -- text -------------------------------------------------------------------------------
+    # -- tables -----------------------------------------------------------------------------
     def table(self, n: int = 20, fmt: str = NARROWEST.name, gradients: bool = False) -> Table:
         """Return a table (of the library rich) of the `n` values with the greatest risk of overflow in `fmt`, the riskiest first.
 

@@ -53,7 +53,7 @@ from amprewrite.tables.ops.products import sums_products
 from amprewrite.tables.vocabulary import Colour, OpKind, Reason
 
 BOUNDS = ops_with(Trait.BOUNDS)
-"""Ops whose constants are bounds, such as clamp. A bound beyond the low format's range may become ±max. Other constants may if they mask."""
+"""Ops with bounds, such as clamp. A bound beyond the low format's range may become ±max. A mask may, too, but no other constant."""
 
 
 class ConstantFacts:

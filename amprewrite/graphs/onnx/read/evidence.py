@@ -9,8 +9,7 @@
    The number that fills a `ConstantOfShape` is an attribute. Results of `Constant` and `If` are judged when an op reads them.
 4. The summands of linear ops, each with its factor. A long chain of sums with small factors, `x + 0.1 * f(x)`, stays fp32. A factor
    is a number, a constant that varies along one dim at most (its root mean square counts), or a schedule: a value of one element that is
-   computed without products, such as the step size of a sampler. `loop` and `scan` have no summands. `read_repeated` lists the values
-   that they pass between iterations.
+   computed without products, such as the step size of a sampler. `loop` and `scan` have no summands (see `read_repeated`).
 5. The ops that draw random numbers in each run. A `Dropout` counts only if its input `training_mode` may be true.
 """
 

@@ -335,7 +335,7 @@ class _Reader:
         return any(self.reading.graph[operand.value].may_saturate for operand in operands)
 
     def walled(self, name: str, node: ir.Node, inner: list[ir.Graph]) -> tuple[Operand, ...]:
-        """Return the operands of an op that must run in fp32: it is unlisted, has no schema or has subgraphs, or the type of an operand is unknown.
+        """Return the operands of an op that must run in fp32. It is unlisted, lacks a schema, has subgraphs, or reads an unknown type.
 
         The operands are all fp32 values of the op graph that the op or its subgraphs `inner` read. Each is needed in fp32.
         """

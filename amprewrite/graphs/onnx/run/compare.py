@@ -1,12 +1,12 @@
-"""Measure the relative error between two runs of ONNX models, warn if a result is not finite, and check models whose opset was raised.
+"""Measure the relative error between two runs of ONNX models, warn if a result is not finite, and check that a raised opset is harmless.
 
 `strict_outputs` runs a rewritten file strictly: every op computes in fp32, and each low result is really rounded. ONNX Runtime's CPU
 provider runs chains of fp16 ops in fp32 and drops the casts between them, so its outputs hide rounding and overflow; for bf16 it has hardly
 any kernels at all. So `strict_model` makes a copy of the file in which each rounding is explicit:
 
 1. A low value keeps its name and becomes fp32, so that its readers compute in fp32.
-2. The node that makes it gets a result of another name, which is not rounded. A cast to the low format and a cast back to fp32 make the
-   value from this result. A constant, a cast or a fill makes a low result by itself, and needs only the cast back.
+2. The node that makes the value gets an fp32 result of another name. A cast to the low format and a cast back to fp32 make the value from
+   this result. If the node is a constant, a cast or a fill, its result is low already, so only the cast back is inserted.
 3. ONNX Runtime runs the copy without optimisations, so that no cast is fused away.
 """
 
@@ -168,7 +168,7 @@ def _evaluations(model: ir.Model, samples: Samples) -> list[list[Any]] | None:
 LOW = {row.name: onnx.TensorProto.DataType.Value(row.onnx) for row in LOW_FORMATS}
 FP32 = onnx.TensorProto.FLOAT
 ROUNDING = 4.0
-"""Factor on the time limit of strict runs, which take longer because every result is rounded and nothing is optimised."""
+"""The time limit of a strict run is this many times the usual limit, because every result is rounded and nothing is optimised."""
 
 
 def strict_outputs(

@@ -125,7 +125,7 @@ def weight_bytes(model: ir.Model) -> int:
 
 
 def is_large(model: ir.Model) -> bool:
-    """True if the weights do not fit one protobuf."""
+    """True if the weights have more than MOST_BYTES, so that the model does not fit one protobuf."""
     return weight_bytes(model) > MOST_BYTES
 
 

@@ -2,8 +2,8 @@
 
 1. Inputs are the caller's calibration data, or made up: normal noise for floats, valid indices for inputs that index a table.
 2. The fp32 model runs with its inner values as extra outputs, at most about 1 GB of them in one run.
-3. The range of every fp32 value is recorded over all samples, and that of every fp32 input that the caller gave. Inputs and outputs of
-   the first few samples are kept for measuring errors. Samples are read one at a time, so memory use does not grow with their number.
+3. Over all samples, the range of every fp32 result in the top graph is recorded, and of every fp32 input that the caller gave. Inputs and
+   outputs of the first few samples are kept for measuring errors. Samples are read one at a time, so memory use does not grow.
 
 This file has special code for `Gather`: the size of its table limits valid indices.
 """
@@ -62,7 +62,7 @@ class Samples:
     ranges: dict[str, ValueRange] = field(default_factory=dict)
     """Ranges of the observed values over all samples, by name."""
     seen: int = 0
-    """Number of samples in all."""
+    """Number of samples on which the model ran."""
     made_up: bool = True
     """True if the inputs were made up, not given by the caller."""
     empty: set[str] = field(default_factory=set)
@@ -174,7 +174,7 @@ def _checked_value(value: ir.Value, kind: ir.TypeProtocol | None, given: Any, wh
 
 # -- made-up inputs -----------------------------------------------------------------
 def made_up_feeds(model: ir.Model) -> Iterator[Feed]:
-    """Yield made-up samples, each with other sizes for the dims without a fixed size, likely sizes first; one if all sizes are fixed."""
+    """Yield made-up samples with different sizes for dims without a fixed size, likely sizes first. If all sizes are fixed, yield one."""
     seen: set[tuple[tuple[int, ...], ...]] = set()
     for first, rest in SIZES:
         feed = _made_up(model, first, rest)
@@ -185,7 +185,7 @@ def made_up_feeds(model: ir.Model) -> Iterator[Feed]:
 
 
 def _made_up(model: ir.Model, first: int, rest: int) -> Feed:
-    """Return made-up inputs. Dims without a fixed size get the size `first` in dim 0, otherwise `rest`. Dims of one name get one size."""
+    """Return made-up inputs. An open dim gets the size `first` if it is dim 0, otherwise `rest`. Open dims of one name get one size."""
     generator = np.random.default_rng(0)
     open_dims: dict[str, int] = {}
     feed: Feed = {}

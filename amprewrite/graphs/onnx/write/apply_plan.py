@@ -74,9 +74,9 @@ def apply_plan(model: ir.Model, reading: OnnxReading, plan: RegionPlan, low: For
 
 # -- 1. types -------------------------------------------------------------------------
 def _retype(reading: OnnxReading, colours: dict[str, Colour], low: Format) -> None:
-    """Set the type of each value whose planned colour (in `colours`) is low to `low`.
+    """Set the type of each value to `low` if its colour in `colours` (planned format: low or high) is low.
 
-    A Cast or ConstantOfShape that makes such a value gets an attribute for this type.
+    A Cast or ConstantOfShape that makes such a value gets this type in its attribute.
     """
     for name, value in reading.values.items():
         if colours[name] is Colour.LOW:
@@ -199,7 +199,7 @@ def _target(node: ir.Node) -> tuple[int, int]:
     return node.attributes["to"].as_int(), node.attributes.get_int("saturate", 1)
 
 
-# -- 4. provenance ----------------------------------------------------------------------
+# -- 4. colours and reasons --------------------------------------------------------------
 def _annotate(reading: OnnxReading, plan: RegionPlan) -> None:
     """Write the planned colour (low, high or plain) and the reason into the metadata of each ONNX node.
 

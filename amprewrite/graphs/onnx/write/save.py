@@ -65,7 +65,7 @@ class Written:
         return self.data is not None
 
     def keep(self, texts: Mapping[Path, str]) -> None:
-        """Move model and data to `target`, and write `texts`, {path: content}. If that fails, restore the old files and raise EmitError."""
+        """Move the model to `target` and its data next to it. Write `texts`, {path: text}. Raises EmitError and restores old files."""
         assert self.target is not None
         real, scratch = resolved(self.target), []
         plans = {resolved(path): text for path, text in texts.items()}
