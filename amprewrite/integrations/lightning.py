@@ -76,8 +76,8 @@ class AmpRewritePrecision(Precision):  # type: ignore[misc]
                 config.scheduler = HeldSchedule(config.scheduler)
         return model, optimizers, lr_schedulers
 
-    # The next four methods of `Precision` call callbacks of the module's trainer. Under Fabric a module has no trainer. Then skip
-    # `Precision`, and call the method of its base class, which is Fabric's precision plugin.
+    # The next four methods override methods of `Precision` that call callbacks of the module's trainer. Under Fabric a module has no
+    # trainer: then skip `Precision`, and call the method of its base class, which is Fabric's precision plugin.
     def pre_backward(self, tensor: Tensor, module: Any) -> Any:
         return super().pre_backward(tensor, module) if _has_trainer(module) else super(Precision, self).pre_backward(tensor, module)
 

@@ -4,7 +4,7 @@ The rules need the largest and the smallest magnitude of a value. These are comp
 values.
 
 The rules know some ops by name. `neg`, `abs` and `sub` change the sign of a number beyond the range, and `div` may divide by it. Small
-values are negligible in larger sums (`add`, `sub`), and `mul` returns a small value if an operand is small.
+values are negligible in larger sums (`add`, `sub`), and `mul` passes small values on.
 """
 
 from __future__ import annotations
@@ -143,8 +143,8 @@ def _bounded(read: Read[Any], side: int, low: Format) -> frozenset[int] | None:
     """Return the result of `handed_on` for an op that bounds its result, such as clamp. Its operand is far beyond the range on `side`.
 
     If a bound on `side` is near zero (at most low.max / SHRINKS), the set is empty: the result is this bound, whether the operand is
-    clamped or not. The set is {side} if no bound on `side` lies within the range, and no opposite bound lies far out on `side`. An upper
-    bound of -5e4, for example, is such an opposite bound if `side` is BELOW: all results are -5e4 or less. Otherwise return None.
+    clamped or not. The set is {side} if each bound on `side` is beyond the range there, and no opposite bound is far from zero on `side`.
+    For example, `side` is BELOW, and an upper bound of -5e4 makes all results -5e4 or less. Then, and in other cases, return None.
     """
     stops, others = (read.lower, read.upper) if side == BELOW else (read.upper, read.lower)
     near = low.max / SHRINKS

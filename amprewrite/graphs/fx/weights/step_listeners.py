@@ -1,4 +1,4 @@
-"""Call registered methods before or after each step of any optimizer. PyTorch's global hook for this exists only while there are some."""
+"""Call registered methods before or after each step of any optimizer. The global hook for this exists only while methods are registered."""
 
 from __future__ import annotations
 

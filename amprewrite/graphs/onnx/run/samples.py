@@ -3,7 +3,7 @@
 1. Inputs are the caller's calibration data, or made up: normal noise for floats, valid indices for inputs that index a table.
 2. The fp32 model runs with its inner values as extra outputs, at most about 1 GB of them in one run.
 3. Over all samples, the range of every fp32 result in the top graph is recorded, and of every fp32 input that the caller gave. Inputs and
-   outputs of the first few samples are kept for measuring errors. Samples are read one at a time, so memory use does not grow.
+   outputs of the first few samples are kept to measure errors. Samples are read one at a time: memory does not grow with their number.
 
 This file has special code for `Gather`: the size of its table limits valid indices.
 """

@@ -74,7 +74,7 @@ def apply_plan(model: ir.Model, reading: OnnxReading, plan: RegionPlan, low: For
 
 # -- 1. types -------------------------------------------------------------------------
 def _retype(reading: OnnxReading, colours: dict[str, Colour], low: Format) -> None:
-    """Set the type of each value to `low` if its colour in `colours` (planned format: low or high) is low.
+    """Set the type of each value whose planned colour is LOW to the format `low`. `colours` holds the colours by name of the op-graph node.
 
     A Cast or ConstantOfShape that makes such a value gets this type in its attribute.
     """
