@@ -128,9 +128,10 @@ class ValueRange:
 
     # -- risks in a format ---------------------------------------------------------------
     def overflow(self, fmt: Format) -> float:
-        """Return the probability that an element overflows `fmt`: the share of the observed elements that overflow.
+        """Return the probability that an element overflows `fmt`: the share of the observed elements that do.
 
-        If no observed element overflows, the probability is estimated by a fit to the upper tail of the histogram.
+        The histogram counts by powers of two, so only elements at or above the first power of two beyond `fmt.max` count. If there are
+        none, the probability is estimated by a fit to the upper tail of the histogram.
         """
         return _beyond(list(self.exponents), self.count, math.ceil(math.log2(fmt.max)))
 
@@ -304,10 +305,7 @@ class Calibration:
         return f"{self.model}: {'gradients' if gradients else 'values'} in {self.batches} batches, against {fmt}"
 
     def _rows(self, n: int, fmt: str, gradients: bool) -> Iterator[tuple[str, ...]]:
-        """Yield the rows of the table, for the `n` values most at risk of overflow in `fmt`. A row has the value's name and its figures.
-
-        With `gradients` the rows are for gradients instead of values.
-        """
+        """Yield rows (name, figures…) of the `n` values, or with `gradients` of the `n` gradients, most at risk of overflow in `fmt`."""
         row = FORMATS[fmt]
         found = [
             (f"{region.name}/{name}" if len(self.regions) > 1 else name, seen)
