@@ -44,9 +44,9 @@ def match_region(plan: ModelPlan, problem: Problem) -> RegionPlan:
 
 
 def _first_mismatch(region: RegionPlan, problem: Problem) -> str:
-    # do not compare ops without a dtype: their value is a size (SymInt), and a graph captured with fixed sizes has no such nodes. Compare
-    # inputs and weights where ops read them: torch.export lists them in another order than Dynamo does, and also lists unread ones. Sort
-    # the operands after the first, because torch.export and Dynamo list the operands of a batch norm in different orders
+    # Leave out ops without a dtype: their value is a size (SymInt), and a graph captured with fixed sizes has no such nodes. Leave out the
+    # nodes of inputs and weights, too: torch.export lists them in another order than Dynamo, and lists unread ones. They are compared as
+    # operands of ops. Sort the inputs and weights that an op reads after its first operand: for a batch norm the two orders differ.
     here = [node for node in problem.graph if node.role == "output" or (node.role == "op" and node.dtype)]
     there = [planned for planned in region.nodes if planned.role == "output" or (planned.role == "op" and planned.dtype)]
     ops = {planned.name for planned in there}
@@ -91,9 +91,9 @@ def check_casts(region: RegionPlan, casts: tuple[Cast, ...]) -> None:
 
 
 def each_once(plans: Iterable[RegionPlan]) -> tuple[RegionPlan, ...]:
-    """Return `plans` without repeats. A repeat is a plan with the `_kind` of an earlier plan: the same nodes, colours and other changes.
+    """Return `plans` without repeats. A repeat has the same module, nodes, colours, edits, pads and fp8 GEMMs as an earlier plan (`_kind`).
 
-    The notes of a repeat are added to the earlier plan. A rewrite can apply the earlier plan to the graph of the repeat as well.
+    Notes that only the repeat has are added to the earlier plan. A rewrite can apply the earlier plan to the graph of the repeat as well.
     """
     shown: dict[object, RegionPlan] = {}
     for plan in plans:

@@ -1,7 +1,7 @@
-"""Predict which values torch.autocast would hold in fp32, and with what precision (`Held`).
+"""Predict which values torch.autocast would hold in fp32. `Held` says how exact each value is, since a low op may have rounded it before.
 
-1. Inputs and weights are fp32, and so is the result of an op that reads no fp32 tensor. The exception is a cast that reads none:
-   it is low, unless the model's code casts to fp32 (rule 2).
+1. Inputs and weights are fp32, and so is the result of an op that reads no fp32 tensor. A cast that reads no fp32 tensor is an
+   exception: its result is low, unless the model's code casts to fp32 (rule 2).
 2. Ops on torch.autocast's low list return low values. Ops on its fp32 list, and casts to fp32 in the model's code, return fp32. For ONNX
    files torch.autocast has no lists; there the ops that amprewrite denies or does not list return fp32.
 3. A uniform draw counts as fp32, even if torch.autocast draws it in the low format, as `rand_like` does for a low tensor. In the low format
@@ -104,7 +104,7 @@ def held_wide(graph: OpGraph, device: str, known: Mapping[str, Held] | None = No
 
 
 def held(problem: Problem) -> dict[str, Held]:
-    """Return {name of a value: precision with which torch.autocast would hold it} for all values of the graph of `problem`."""
+    """Return {name of a value: its `Held`, the precision that it would have under torch.autocast} for all values of the problem's graph."""
     return _Reading(problem).found
 
 
@@ -125,7 +125,7 @@ class _Reading:
         found = [self.found[each] for each in given]
         exact = [each for each in given if self.found[each] is Held.EXACT]
         if node.may_saturate and not any(each in self.from_inputs or self.graph.seen(each).name in self.offsets for each in exact):
-            # `node` makes a mask or adds one. A mask blocks positions, which inexact numbers do as well, so the result is never EXACT.
+            # `node` makes a mask or adds one. A mask blocks the same positions if its numbers are rounded: the result need not be EXACT.
             return Held.ROUNDED if max(found, default=Held.PLAIN) > Held.PLAIN else Held.PLAIN
         if node.op in DRAWS or (node.op in RANDOM | UNIFORM and not given):
             return Held.PLAIN
@@ -136,7 +136,7 @@ class _Reading:
             found = [self.found[each] for each in spans if self.found[each] > Held.EXACT or each in self.from_inputs] or found
         if not given or node.op in LOGS or (Held.EXACT in found and node.op not in BOUNDED | SHARES):
             return Held.PLAIN if node.op in BOUNDED else Held.EXACT  # a log is EXACT: it turns a scale of its operand into an offset
-        bent = node.op in LEVELS | AWAY | AVERAGES | NORMS  # ROUNDED means the relative error of the low format, which these ops may change
+        bent = node.op in LEVELS | AWAY | AVERAGES | NORMS  # the result's relative error may differ from the low format's, so not ROUNDED
         if node.op in SUMS:  # a sum with a number or a PLAIN value (not a bias) has the same absolute error, but another relative error
             bent = bent or len(given) < 2 or any(self.found[each] is Held.PLAIN and not self._is_bias(each) for each in given)
         return Held.PLAIN if bent or node.kind in (OpKind.DENY, None) else min(max(found), Held.ROUNDED)
@@ -144,9 +144,9 @@ class _Reading:
     def _is_bias(self, name: str) -> bool:
         """True if the value `name` counts as a bias: rounding its sum with a product has about the same error as rounding the product.
 
-        Masks and learnt vectors count as biases. Two other sorts of values may be larger than the product, so that rounding the sum has a
-        larger error: other learnt values, such as tables of relative positions, and results of norms. They count as biases only in ONNX
-        files. There each cast costs a kernel, and no torch.autocast sets a precision to be reached.
+        Masks and learnt vectors count as biases. Other learnt values, such as tables of relative positions, and results of norms may be
+        larger than the product. Then rounding the sum has a larger error. They count as biases only in ONNX files: there each cast costs a
+        kernel, and there is no run under torch.autocast whose precision the plan has to match.
         """
         seen = self.graph.seen(name)
         vector = sum(side != 1 for side in seen.shape) < 2

@@ -88,8 +88,8 @@ class OpNode:
     may_saturate: bool = False
     """Whether the result may hold finite constants beyond the low format's range, such as a mask filled with `finfo.min`."""
     counted: str = ""
-    """For a matrix product that must run in fp32, because the low format would round whole numbers such as positions: name of the operand
-    that holds them. For a fill with such a number: name of an op that reads it. "" for other nodes."""
+    """Set if the node must be fp32 because the low format would round whole numbers, such as positions. For a matrix product: the name of
+    the operand with these numbers. For a fill with such a number: the name of an op that reads the fill. "" for other nodes."""
 
     @property
     def carries_fp32(self) -> bool:
@@ -197,8 +197,9 @@ def anchor(node: OpNode, nodes: Mapping[str, OpNode]) -> Operand | None:
 def resolved(node: OpNode, colour: Colour, colours: Mapping[str, Colour], nodes: Mapping[str, OpNode]) -> Iterator[tuple[Operand, Colour]]:
     """Yield (operand, colour to cast it to) for each operand of `node` that must be cast if `node` runs in `colour`.
 
-    `colours` has the colour (low, high or plain) of each node. If `node` runs in fp32 and its kernel promotes mixed dtypes, one high
-    operand with dims is enough: low operands are then not cast. If all operands with dims are low, only one of them is cast, the `anchor`.
+    `colours` has the colour (low, high or plain) of each node. If `node` runs in fp32 and its kernel promotes mixed dtypes, one fp32
+    operand is enough to make the kernel compute in fp32. So if all promoted operands are low, only one of them is cast, the `anchor`;
+    otherwise none is. 0-dim operands do not count.
     """
     mixing = node.promoted
     promotes = not mixing or any(colours[o.value] is not Colour.LOW for o in mixing)

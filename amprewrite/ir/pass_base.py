@@ -113,20 +113,20 @@ class Problem:
     inside_scaled: bool = False
     """Whether loss scaling is built into a graph around this one."""
     kept_high: tuple[Reason, str] | None = None
-    """(reason, op) if this whole graph stays fp32; the graph is then the body of that op, such as a loop. None if it may run low."""
+    """Set if this graph is the body of an op, such as a loop, and stays fp32 as a whole: (reason, name of the op). Otherwise None."""
     fold_masks: Literal["", "fixed", "any"] = ""
     """Which attention masks may be dropped. "": none. "fixed": masks that are computed from fixed sizes alone. "any": also masks that have
     to be tested in each call, which only a graph without a compiler can do."""
     masks: Mapping[str, Edit] = field(default_factory=dict)
     """Name of an attention call → the edit that may be made to its mask. Empty unless masks may be dropped."""
     repeated_heads: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Name of an attention call → the ops that repeat the heads of its keys and values. Only calls without a mask, or with a mask in
-    `masks`, are listed."""
+    """Name of an attention call → the ops that repeat the heads of its keys and values. Calls with a mask that must stay are left out: all
+    calls listed have no mask, or are in `masks`."""
     strided_masks: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Value → attention calls. A fused GPU kernel refuses their mask for its strides, and would take it if the value were contiguous. The
-    value is the mask itself, or a tensor of which the mask is a view."""
+    """Name of a value → attention calls whose mask a fused GPU kernel refuses because of its strides. The kernel would take the mask if the
+    value were contiguous. The value is the mask itself, or an earlier value from which the mask has its strides."""
     bare_norms: tuple[str, ...] = ()
-    """Norms without weights on a CPU. The kernel computes their mean and variance in the input's dtype, which is inexact if that is low."""
+    """Norms without weights on a CPU. The kernel computes their mean and variance in the input's dtype: inexact if this dtype is low."""
     bare_taps: tuple[str, ...] = ()
     """Convolutions in which some weights are multiplied with padding only. If the convolution runs low, its backward leaves the gradients
     of these weights uninitialised."""
@@ -135,7 +135,7 @@ class Problem:
     repeated: frozenset[str] = frozenset()
     """Values that a loop passes from one iteration to the next, and inputs of a body graph, which may run many times."""
     run_by_steps: tuple[str, ...] = ()
-    """Recurrent layers whose device runs their many time steps one by one, so that autograd adds up low gradients of their weights."""
+    """Trained recurrent layers that may run separate ops for many time steps. Autograd would add up low gradients over these steps."""
     trained: frozenset[str] = frozenset()
     """Values for which the backward pass computes gradients."""
     read_by_many: tuple[str, ...] = ()
@@ -158,7 +158,8 @@ class Problem:
     magnitudes: Mapping[str, float] = field(default_factory=dict)
     """Largest magnitude of each parameter and buffer; empty unless the low format's range is narrow."""
     offsets: frozenset[str] = frozenset()
-    """Weights with an offset (the mean of a row is larger than its spread) that are added to values, or in which rows are looked up."""
+    """Weights that are added to values, and tables in which rows are looked up, if they have an offset: a mean larger than their spread.
+    Also buffers of positions that are only added to attention scores."""
     constants: tuple[ConstantRead, ...] = ()
     """For a graph from an ONNX file: each read of a constant by an op. A constant is stored in the format of its readers."""
     calibration: Calibration | None = None

@@ -1,12 +1,13 @@
 """Choose which open ops run low so that a graph costs least, by minimum s-t cuts. Open ops are ops whose colour no rule has fixed.
 
-Each open op has a vertex. Vertices on the source's side run low. Then every price but one is the capacity of an arc (Kolmogorov and Zabih,
-"What energy functions can be minimized via graph cuts?", 2004: unary terms, and w·a·(1−b)):
+Each open op has a vertex. Vertices on the source's side run low. The capacity of an arc is a price that is paid if one op is low and another
+is high (Kolmogorov and Zabih, "What energy functions can be minimized via graph cuts?", 2004). All prices but one have this form:
 
-1. An op pays its low price on an arc to the sink, its high price on an arc from the source. Ops of one precision group share a vertex.
+1. An op pays the difference of its prices: on an arc to the sink if low costs more, otherwise on one from the source. Ops of one precision
+   group share a vertex.
 2. A value that is read in the other format pays one copy, however many readers it has. For this an extra vertex stands for "a low copy
-   exists" or "every reader is low". Infinite arcs join it to the readers, and an arc with the copy's price joins it to the maker. Two more
-   prices, `gradient_cast` and `mixed_read`, get a vertex of their own if the readers that cause them are not the readers of the copy.
+   exists" or "every reader is low". Infinite arcs join it to the readers. An arc with the copy's price joins it to the value's op.
+   Casts of gradients (`gradient_cast`) and conversions in kernels (`mixed_read`) have a vertex of their own if other readers cause them.
 3. The exception: an op that promotes mixed dtypes and runs in fp32 pays a copy of one operand, its anchor, only if all its operands are
    low. This term is a product of three labels with a positive price, which no arc can express. But arcs can express two lower bounds of
    it. The first bound is 0. It is exact unless the copy has to be paid. For a high op the second bound is the price p of the copy, minus p
@@ -282,7 +283,7 @@ class _Search(PricedNetwork):
                 true = self._true_cost(side)
                 if best is None or (true, rank[1]) < best:
                     best, found = (true, rank[1]), side
-                if true > bound:  # `wrong` is left only if the cuts are used up: the bound is not proved, and `waiting` must tell of it
+                if true > bound:  # `wrong` is not empty here only if no cuts are left: keep the subproblem, so that a gap is returned
                     waiting += [(fixed, second | wrong)] if wrong else self._branches(side, fixed, second)
                 break
         assert found is not None and best is not None and floor is not None

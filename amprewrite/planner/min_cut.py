@@ -8,7 +8,7 @@ The solver is Dinic's algorithm in scipy, which takes only int32 capacities. Lar
    flow has to cross the cut that the scaled network gave. The capacity left on the arcs of this cut is a far smaller upper bound.
 3. Repeat on the residual network until s is 0. Then the sum of the flows is a maximum flow, and the residual network gives the cut.
 
-`heaviest_closure` chooses items with gains and costs, where an item may require other items, by one such cut.
+`heaviest_closure` uses one such cut to choose among items that have a gain or a cost, and of which some require others.
 """
 
 from __future__ import annotations
@@ -72,9 +72,10 @@ class Network:
         `maker` is the vertex of the op that makes the value, and `readers` are the vertices of the ops that read it. With `outwards`, a
         reader on the source's side needs the copy if the maker is on the sink's side. Without `outwards`, the two sides are exchanged.
 
-        Return the vertex that stands for the copy. It is on the same side as the readers that need the copy. Let `end` be the source with
-        `outwards`, otherwise the sink. If `end` is a reader, or if there is nothing to pay, the result is `end`. If there is only one
-        reader, the result is this reader. Otherwise it is a new vertex. With `named` it is `end` if `end` is a reader, otherwise new.
+        Return the vertex that stands for the copy. It is on the same side as the readers that need the copy. Usually it is a new vertex,
+        joined to the readers by infinite arcs. No new vertex is made in two cases. If the source (with `outwards`) or the sink (without)
+        is a reader, or if there is nothing to pay, the result is this end. If there is only one reader, the result is this reader. With
+        `named`, a new vertex is made unless this end is a reader.
         """
         always, ends = SOURCE if outwards else SINK, set(readers) - {maker}
         if not named and not (ends and cost):

@@ -18,9 +18,9 @@ Scaling a summand down to a quarter also scales its rounding errors down to a qu
 
 @dataclass(frozen=True)
 class Factor:
-    """The factor of a summand: a number times *schedules*. A schedule is a value known only at run time, such as a step size.
+    """The factor of a summand: a number times *schedules*, values known only at run time, such as the step sizes of a diffusion sampler.
 
-    Each schedule s has a use: "" for the factor s, "divided by" for 1 / s, or "rest" for 1 - s.
+    `schedules` holds pairs (schedule s, use). The use "" stands for the factor s, "divided by" for 1 / s, and "rest" for 1 - s.
     """
 
     number: float = 1.0
@@ -34,14 +34,14 @@ class Factor:
             return Factor(self.number + other.number, self.schedules)
         larger = self if self.schedules < other.schedules else other
         if larger.schedules <= self.schedules & other.schedules:
-            return larger  # a schedule counts as a small number, so the factor with fewer schedules is about the sum: 1 for `1 - schedule`
+            return larger  # schedules count as small numbers, so drop the term with more of them: `1 - schedule` is about 1
         return Factor(1.0, self.schedules | other.schedules)
 
     def is_small(self, beside: Factor) -> bool:
         """True if a summand with this factor is small next to a value with the factor `beside`: at most SMALL times as large.
 
-        A schedule (a value known only at run time, such as a step size) counts as a small number. So the result is also True if this factor
-        has a schedule that `beside` lacks.
+        A schedule (a value known only at run time, see `Factor`) counts as a small number. So the result is also True if this factor has a
+        schedule that `beside` lacks.
         """
         return not self.schedules <= beside.schedules or abs(self.number) <= SMALL * abs(beside.number)
 
@@ -56,7 +56,7 @@ def summands(
     """Return {name of a summand: its factor} for a call of `op` with the arguments `given`; {} if the call is not known to be linear.
 
     `factor(argument, use)` returns the factor by which an argument scales a summand: the argument itself for the use "", its reciprocal for
-    "divided by", one minus the argument for "rest". It returns None if the argument is data: neither a number nor a step size.
+    "divided by", one minus the argument for "rest". It returns None for other data, such as an activation that is multiplied by another.
     `name(argument)` returns the name of a tensor; "" for other arguments. `scale` multiplies the second summand, as `alpha` of `add` does.
     """
     first, second, third = (*given[:3], None, None, None)[:3]

@@ -41,12 +41,12 @@ class PaddedValue:
 
 @dataclass(frozen=True)
 class PadCopy:
-    """One copy of a value with other padding: a pad before padded ops, a slice after them, or a parameter whose cast adds padding."""
+    """One copy of a value with other padding: a pad before padded ops, a slice after them, or a padded copy of a parameter."""
 
     value: str
     """Name of the value, in the form that `PaddedValue.value` has."""
     users: tuple[str, ...]
-    """Names of the nodes that read the changed value."""
+    """Names of the nodes that read the copy. A cast is named by its value and format, as "weight -> bf16"."""
     layout: Layout
     """The layout in which the users read the value; () after a slice."""
     have: Layout = ()
@@ -128,7 +128,7 @@ class PadPlan:
     values: tuple[PaddedValue, ...] = ()
     """Results that ops return padded."""
     copies: tuple[PadCopy, ...] = ()
-    """Changes of the size of a value between its op and its readers."""
+    """Pads and slices between an op and its readers, and padded copies of parameters."""
 
     def __bool__(self) -> bool:
         """True if at least one dim of the graph is padded."""
@@ -143,7 +143,7 @@ class PadPlan:
         ]
 
     def about(self, name: str) -> list[str]:
-        """Return sentences on the padding of the result and operands of the node `name`, and on its unpadded dims; [] if there are none."""
+        """Return lines about the node `name`: padding of its result and its operands, and its dims that stay unpadded; [] if none."""
         lines = [
             f"  its result is padded: {_shown(padded.layout)}" for padded in self.values if padded.value.split(" ")[0].split("#")[0] == name
         ]

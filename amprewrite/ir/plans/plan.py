@@ -80,7 +80,7 @@ class Cast:
     saturate: bool = False
     """Whether the value is clamped to the format's range before the cast, because it holds a mask with finite numbers beyond the range."""
     weight: bool = False
-    """Whether the value is a parameter."""
+    """Whether the value is a parameter, or a constant of an ONNX file."""
     write_version: int = 0
     """Version of the value that is copied: each in-place write to its memory makes a new version, and so does a change of the grad mode."""
 
@@ -242,9 +242,9 @@ class ModelPlan:
                 yield region, replace(node, name=f"{region.name}/{node.name}") if several else node
 
     def find(self, name: str) -> tuple[NodePlan, ...]:
-        """Return the nodes called `name`; if there are none, the ops called in the module with the path `name` or in modules inside it.
+        """Return the nodes named `name`, with or without "region/". If there are none, return the ops of the module with the path `name`.
 
-        Raises PlanError, with similar names, if there is neither, and if `name` is no string.
+        Ops of its submodules are included. Raises PlanError, with similar names, if there is neither, and if `name` is no string.
         """
         if not isinstance(name, str):
             raise PlanError(f"a node or a module is named by a string, not by one {type(name).__name__}; print(plan) lists all nodes")
@@ -292,11 +292,11 @@ class ModelPlan:
     def edit(self, colours: Mapping[str, str]) -> Self:
         """Return a copy in which nodes, or all ops of modules, have other colours: `{"softmax_2": "high", "encoder.layer.0": "low"}`.
 
-        The value "wide" makes matrix products round their operands to bf16 and keep their results in fp32. In a plan without fp8 products,
-        "fp32" also means "high", and the name of the low format, such as "bf16", also means "low". In a plan with fp8 products, "fp8" and
-        the name of the low format set the format in which products read their operands, and a name such as "linear_3.grad_weight" selects a
-        single GEMM. Casts and copies are computed anew when the plan is applied: `rewrite(model, plan=plan.edit(...))`. Nodes without an
-        fp32 value do not change. Raises PlanError for an unknown name or colour, and for a name without nodes that could change.
+        In a bf16 plan, "wide" makes matrix products round their operands to bf16 and keep their results in fp32. In a plan without fp8
+        products, "fp32" also means "high", and the name of the low format, such as "bf16", also means "low". In a plan with fp8 products,
+        "fp8" and the low format's name say in which format products read their operands, and a key may be a single GEMM, such as
+        "linear_3.grad_weight". Casts and copies are computed anew when the plan is applied: `rewrite(model, plan=plan.edit(...))`. Nodes
+        without an fp32 value do not change. Raises PlanError for an unknown name or colour, and for a name without nodes that could change.
         """
         if not isinstance(colours, Mapping):
             raise PlanError(f"edit() takes a dict such as {{'linear': 'high'}}, not one {type(colours).__name__}")
@@ -440,7 +440,7 @@ def shape_of(node: NodePlan) -> str:
 
 
 def region_lines(region: RegionPlan, casts_follow: bool = False) -> list[str]:
-    """Return the lines that `print` shows for one graph's plan: name, shape, dtype, colour and reason of each op, casts, edits and notes.
+    """Return the lines that `print` shows for one graph's plan: a line for each op and each cast, then fp8 products, pads, edits and notes.
 
     A cast precedes its first reader. `casts_follow` is True if the casts are not computed yet, so that their number is not shown.
     """

@@ -34,7 +34,7 @@ class GemmPlan:
     """One of the three GEMMs of a matrix product (one in the forward, two in the backward): the formats of its operands, and the reason."""
 
     gemm: str
-    """"out", "grad_in" or "grad_weight"."""
+    """"out" (the forward), "grad_in" or "grad_weight" (the gradients of the two operands)."""
     formats: str
     """Formats of the two operands of the GEMM, such as "e5m2 x e4m3"; the low format, such as "bf16", if it reads no fp8 copies."""
     reason: ProductReason
@@ -92,7 +92,7 @@ class QuantisedCopy:
     to: str
     """Format name: "e4m3" or "e5m2"."""
     scales: str
-    """Which elements of the value as a matrix share a scale: "tensor" if all do, "rows" or "columns" if the elements of each one do."""
+    """"tensor" if the copy has a single scale; "rows" or "columns" if each row or column of the value, seen as a matrix, has a scale."""
     readers: tuple[str, ...]
     """GEMMs that read the copy, such as "linear_3.grad_weight"."""
     role: str
@@ -120,7 +120,7 @@ class QuantisedProducts:
     """All decisions about fp8 in the plan of one graph. It is empty if fp8 was considered for no product, as without `products=`."""
 
     recipe: str = ""
-    """Name of a row of `tables/formats.py`; "" if there are no products."""
+    """Name of the fp8 recipe (`RECIPES` of `tables/formats.py`), which says which GEMMs may run in fp8; "" if there are no products."""
     products: tuple[ProductPlan, ...] = ()
     """The low products for which fp8 was weighed, each with its GEMMs."""
     copies: tuple[QuantisedCopy, ...] = ()
@@ -135,7 +135,7 @@ class QuantisedProducts:
         return (each for each in self.products if each.fp8)
 
     def of(self, node: str) -> ProductPlan | None:
-        """Return the decision about the product called `node`; None if fp8 was not considered for it."""
+        """Return the plan of the product called `node`, with the format of each GEMM; None if fp8 was not considered for it."""
         return next((each for each in self.products if each.node == node), None)
 
     def edited(self, node: str, gemm: str, word: str) -> Self:
@@ -168,7 +168,7 @@ class QuantisedProducts:
         return replace(self, recipe=self.recipe if products else "", products=products, copies=copies)
 
     def about(self, node: str) -> list[str]:
-        """Return sentences about the node `node`: the formats of its GEMMs, and the fp8 copies of its result; [] if there are none."""
+        """Return lines about the node `node`: the formats of its GEMMs, and fp8 copies of its result or of its gradient; [] if none."""
         found = self.of(node)
         lines = [f"  its {each.gemm} runs in {each.formats} because {each.why()}" for each in found.gemms] if found else []
         return lines + [f"  it is quantised: {each}" for each in self.copies if each.value == node]

@@ -188,7 +188,7 @@ class ProductPolicy:
     fused: bool = False
     """Whether a compiler runs the graphs and fuses amaxes and casts with the ops around them."""
     kernel: bool = True
-    """Whether to assume that amprewrite's own Triton kernel makes the fp8 copies where no compiler makes them."""
+    """Whether prices assume that, without a compiler, amprewrite's own Triton kernel makes the fp8 copies."""
 
     @property
     def preset(self) -> Preset:
@@ -209,7 +209,7 @@ class ProductPolicy:
 
 
 def parse_products(products: Any, fused: bool = False, low: Format = BASE) -> ProductPolicy | None:
-    """Return the parsed option `products=`: None, the name of a preset, or a mapping of rules. If it is None, no product runs in fp8.
+    """Parse the option `products=`: the name of a preset, or a mapping of rules. Return None for None, with which no product runs in fp8.
 
     The key "preset" of the mapping names the preset ("fp8" by default). The value of a rule is "fp8" or the name of `low`, the format of
     all other products. `fused` is True if a compiler runs the graphs and fuses casts to fp8. Raises PolicyError if `products` is invalid.
@@ -245,7 +245,7 @@ class PadRule:
     """One entry of `pad=`: when to pad sizes in modules that match a pattern, or in all modules, and to which multiple."""
 
     mode: str
-    """One of `MODES`."""
+    """When to pad: "auto" if predicted times show a gain, "measure" if measured times show one, "always", or "never"."""
     multiple: int | None = None
     """Sizes are padded to a multiple of this; None for the multiple that suits the low format."""
     pattern: str = ""

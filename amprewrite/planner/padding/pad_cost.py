@@ -56,7 +56,7 @@ class PadCost:
         return self.device.type != "cpu" and self.low.name in self.device.low_formats
 
     def pad(self, numel: int) -> float:
-        """Return the seconds that a pad of an activation of `numel` elements takes. Its backward takes no time, because it is a view."""
+        """Return the seconds to pad an activation of `numel` elements. The backward is a slice: a view, which takes no time."""
         return 2 * self.device.launch + 2 * numel * self.itemsize / self.device.bandwidth
 
     def weight(self, numel: int) -> float:

@@ -10,8 +10,9 @@ large, as a square root does at zero, its rule raises Hazard: the padding is sli
 its weight is zero there and the other operand finite, or, for two activations, if both are zero. So gradients of padding are always zero:
 the backward of a slice returns zeros, and so does the backward of such a matmul.
 
-A factor that is infinite after an overflow puts NaN into the padding of the same row, whose products are then infinite, too. A divisor may
-be zero without an overflow, so values are not padded where they are divided by a tensor that is broadcast along the padded dim.
+Values may be padded where they are multiplied by a tensor that is broadcast along the padded dim: an infinite factor makes NaN of the zeros
+in the padding, but then it also makes the row's other elements infinite or NaN. Where they are divided by such a tensor, values are not
+padded: a divisor may be zero without any overflow, and 0 / 0 is NaN.
 
 The rules follow XLA's DynamicPadder (service/dynamic_padder.cc) for the ops that it knows. Each Hazard was verified by a measurement.
 
@@ -36,8 +37,8 @@ Slot = str | int
 Part = tuple[Slot, int] | int
 """A part of a dim: (slot, dim), or the extent of an axis that is never padded, such as a number of gates."""
 Leg = tuple[Part, ...]
-"""One description of a dim: its parts, outer to inner. For example, (4, (slot, dim)) describes a weight dim of an LSTM: four gates, each of
-the size of that dim of that slot."""
+"""One description of a dim: its parts, outer to inner. For example, (4, (state, 2)) describes a weight dim of an LSTM: four gates, each as
+large as dim 2 of the operand called `state`, the hidden size."""
 BROADCAST = "broadcast"
 """Content of an operand without padding that is broadcast along a padded dim of the result."""
 LARGEST = 1e4
@@ -47,8 +48,8 @@ LARGEST = 1e4
 class Hazard(Exception):
     """Raised by a padding rule if an op cannot take the numbers in the padding of its operands, such as zeros in a divisor.
 
-    `why` is the reason in words. The padding of the operands named in `refs` is then replaced by zeros. Without `refs` the operands and
-    results of the op are not padded.
+    `why` is the reason in words. The padding of the operands named in `refs` is then sliced off before the op. If the op needs padding, it
+    is padded anew with zeros. Without `refs` the operands and results of the op are not padded.
     """
 
     def __init__(self, why: str, refs: Sequence[str] = ()) -> None:
@@ -75,7 +76,7 @@ class Rule:
     content: Callable[[Contents], Content] = field(default=lambda contents: moved(contents))
     """Function from the numbers in the padding of the operands to the number in the padding of the results. It may raise Hazard."""
     whole: set[tuple[Slot, int]] = field(default_factory=set)
-    """Dims, as (slot, dim), that may be padded only at their end, because the op reads places along them."""
+    """Dims, as (slot, dim), that may be padded only at their end, because the op takes elements along them by index, as embedding does."""
     ignored: set[str] = field(default_factory=set)
     """Names of operands that may have any size, because the op reads only their dtype or sizes, or pads them itself."""
     why_opaque: str = ""

@@ -228,11 +228,12 @@ class Placed:
     rects: dict[int, Rect]
     """Rectangle of every visible op and box."""
     passes: dict[tuple[int, int], tuple[float, float]]
-    """(x, y) of the middle of each gap that is kept free for an edge across a column of a box, by (id of the box, id of the gap)."""
+    """(x, y) of the middle of each place that a layer keeps free for a passing edge, by (id of the box, id of the place)."""
     open: set[int]
     """Ids of the open boxes."""
     gutters: dict[tuple[int, int], float] = field(default_factory=dict)
-    """By (id of a box, id of a part or place): x of the gap on the left of the column. Edges from the previous column go up in this gap."""
+    """x of the gap left of the column that holds a part or place, by (id of the box, id of the part or place). Edges from the previous
+    column go up in this gap."""
 
 
 def place(found: Nest, size_of: dict[int, tuple[float, float]], opened: set[int]) -> Placed:

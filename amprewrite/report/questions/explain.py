@@ -49,7 +49,7 @@ class Change:
     nodes: tuple[str, ...]
     """The nodes that are overridden."""
     moved: tuple[str, ...]
-    """Further nodes that change colour as a result, without the node that the trial is about."""
+    """Further nodes that change colour as a result. The node whose colour the caller wants to change is left out."""
     casts: int
     """Number of additional casts of activations; negative if there are fewer."""
     weight_casts: int
@@ -401,7 +401,10 @@ def _change(change: Change) -> str:
 
 
 def heavy(plan: ModelPlan) -> list[str]:
-    """Return sentences on matmuls and convolutions that stay fp32, most FLOPs first, each with the condition for running low."""
+    """Return sentences on the MOST_HEAVY largest matmuls and convolutions in fp32, each with the condition for running low; [] if none.
+
+    The order is by FLOPs, most first. A last line counts any others.
+    """
     found = by_impact(plan)
     lines = []
     for node in found[:MOST_HEAVY]:

@@ -39,7 +39,7 @@ ALWAYS: dict[str, Callable[[float], float]] = {
     "asinh": math.asinh, "tanhshrink": lambda x: x - math.tanh(x), "round": round, "floor": math.floor, "ceil": math.ceil,
     "trunc": math.trunc, "sign": lambda x: float((x > 0) - (x < 0)), "positive": lambda x: x,
 }  # fmt: skip
-"""Op → the function that it computes, for calls with the input alone. The function and its slope are finite at every finite number."""
+"""Op → the function that it computes if the input is its only argument. The function and its slope are finite at every finite number."""
 ABOVE_ZERO: dict[str, Callable[[float], float]] = {
     "sqrt": math.sqrt, "rsqrt": lambda x: 1 / math.sqrt(x), "log": math.log, "log2": math.log2, "log10": math.log10,
     "reciprocal": lambda x: 1 / x, "log1p": math.log1p,

@@ -241,7 +241,7 @@ def embedding(view: View) -> Rule:
 
 
 def recurrent(view: View, gates: int) -> Rule:
-    """Return the padding rule of a recurrent layer with `gates` gates. Input and hidden size may be padded, each gate separately.
+    """Return the padding rule of a recurrent layer with `gates` gates. Input and hidden size may be padded, the latter inside every gate.
 
     The padding of weights and initial states must be zero, so that the padding of all states stays zero.
     """
