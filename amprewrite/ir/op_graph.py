@@ -197,9 +197,8 @@ def anchor(node: OpNode, nodes: Mapping[str, OpNode]) -> Operand | None:
 def resolved(node: OpNode, colour: Colour, colours: Mapping[str, Colour], nodes: Mapping[str, OpNode]) -> Iterator[tuple[Operand, Colour]]:
     """Yield (operand, colour to cast it to) for each operand of `node` that must be cast if `node` runs in `colour`.
 
-    `colours` has the colour (low, high or plain) of each node. If `node` runs in fp32 and its kernel promotes mixed dtypes, one fp32
-    operand is enough to make the kernel compute in fp32. So if all promoted operands are low, only one of them is cast, the `anchor`;
-    otherwise none is. 0-dim operands do not count.
+    `colours` has the colour (low, high or plain) of each node. A kernel that promotes mixed dtypes computes in fp32 if one operand with
+    dims is fp32. So if `node` runs in fp32, operands that it promotes are not cast, except the `anchor` if all of them are low.
     """
     mixing = node.promoted
     promotes = not mixing or any(colours[o.value] is not Colour.LOW for o in mixing)

@@ -120,8 +120,7 @@ class Problem:
     masks: Mapping[str, Edit] = field(default_factory=dict)
     """Name of an attention call → the edit that may be made to its mask. Empty unless masks may be dropped."""
     repeated_heads: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Name of an attention call → the ops that repeat the heads of its keys and values. Calls with a mask that must stay are left out: all
-    calls listed have no mask, or are in `masks`."""
+    """Name of an attention call → the ops that repeat the heads of its keys and values. Calls whose mask must stay are left out."""
     strided_masks: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Name of a value → attention calls whose mask a fused GPU kernel refuses because of its strides. The kernel would take the mask if the
     value were contiguous. The value is the mask itself, or an earlier value from which the mask has its strides."""
@@ -167,7 +166,7 @@ class Problem:
     keep_high: KeepHigh | None = None
     """Nodes that an accuracy search keeps in fp32; None without a search."""
     agreed: Agreed = NOTHING_AGREED
-    """Colours (low or high) of ops that were decided in other graphs of the model."""
+    """Colours (low or high) that have been decided for the same ops in other graphs of the model."""
     refused: Mapping[str, str] = field(default_factory=dict)
     """Nodes whose ops raised an error on low inputs when tried, each with the error message."""
     pad: PadPolicy | None = None

@@ -1,10 +1,9 @@
 """Choose which open ops run low so that a graph costs least, by minimum s-t cuts. Open ops are ops whose colour no rule has fixed.
 
-Each open op has a vertex. Vertices on the source's side run low. The capacity of an arc is a price that is paid if one op is low and another
-is high (Kolmogorov and Zabih, "What energy functions can be minimized via graph cuts?", 2004). All prices but one have this form:
+Each open op has a vertex. Vertices on the source's side run low. An arc is a price that is paid if its tail is low and its head is high
+(Kolmogorov and Zabih, "What energy functions can be minimized via graph cuts?", 2004). All prices but one have this form:
 
-1. An op pays the difference of its prices: on an arc to the sink if low costs more, otherwise on one from the source. Ops of one precision
-   group share a vertex.
+1. An op pays the extra price of low on an arc to the sink, or that of fp32 on an arc from the source. A precision group shares a vertex.
 2. A value that is read in the other format pays one copy, however many readers it has. For this an extra vertex stands for "a low copy
    exists" or "every reader is low". Infinite arcs join it to the readers. An arc with the copy's price joins it to the value's op.
    Casts of gradients (`gradient_cast`) and conversions in kernels (`mixed_read`) have a vertex of their own if other readers cause them.

@@ -72,10 +72,9 @@ class Network:
         `maker` is the vertex of the op that makes the value, and `readers` are the vertices of the ops that read it. With `outwards`, a
         reader on the source's side needs the copy if the maker is on the sink's side. Without `outwards`, the two sides are exchanged.
 
-        Return the vertex that stands for the copy. It is on the same side as the readers that need the copy. Usually it is a new vertex,
-        joined to the readers by infinite arcs. No new vertex is made in two cases. If the source (with `outwards`) or the sink (without)
-        is a reader, or if there is nothing to pay, the result is this end. If there is only one reader, the result is this reader. With
-        `named`, a new vertex is made unless this end is a reader.
+        Return the vertex that stands for the copy. It is on the same side as the readers that need the copy. Let `end` be the source with
+        `outwards`, otherwise the sink. The result is `end` if `end` is a reader or nothing has to be paid, the reader if there is only one
+        reader, and otherwise a new vertex. `named` asks for a new vertex in all cases, except if `end` is a reader.
         """
         always, ends = SOURCE if outwards else SINK, set(readers) - {maker}
         if not named and not (ends and cost):

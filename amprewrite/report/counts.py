@@ -229,7 +229,7 @@ def listing(plan: ModelPlan, fold: bool = False, width: int = 0) -> str:
 
 
 def code_lines(plan: ModelPlan) -> Iterator[Line]:
-    """Yield a line for each op and cast in the order in which they run, a header line for each graph and change of module, and notes."""
+    """Yield a line for each op, cast and fp8 copy, in the order in which they run, with a header for each graph and module, and notes."""
     for region, (nodes, casts) in zip(plan.regions, by_region(plan), strict=True):
         state = "training" if region.training else "inference"
         count = "casts follow" if plan.casts_follow else f"{len(casts)} casts"

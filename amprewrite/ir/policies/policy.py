@@ -186,7 +186,7 @@ class ProductPolicy:
     """Name of the preset."""
     rules: tuple[ProductRule, ...] = ()
     fused: bool = False
-    """Whether a compiler runs the graphs and fuses amaxes and casts with the ops around them."""
+    """Whether a compiler runs the graphs, and fuses the amax and the cast of each fp8 copy with the ops around them."""
     kernel: bool = True
     """Whether prices assume that, without a compiler, amprewrite's own Triton kernel makes the fp8 copies."""
 

@@ -10,9 +10,8 @@ large, as a square root does at zero, its rule raises Hazard: the padding is sli
 its weight is zero there and the other operand finite, or, for two activations, if both are zero. So gradients of padding are always zero:
 the backward of a slice returns zeros, and so does the backward of such a matmul.
 
-Values may be padded where they are multiplied by a tensor that is broadcast along the padded dim: an infinite factor makes NaN of the zeros
-in the padding, but then it also makes the row's other elements infinite or NaN. Where they are divided by such a tensor, values are not
-padded: a divisor may be zero without any overflow, and 0 / 0 is NaN.
+A factor that is broadcast along the padded dim may be infinite after an overflow. It then makes NaN of the zeros in the padding, but also
+infinity or NaN of all other elements there. A divisor may be zero without an overflow, so where one is broadcast, values are not padded.
 
 The rules follow XLA's DynamicPadder (service/dynamic_padder.cc) for the ops that it knows. Each Hazard was verified by a measurement.
 

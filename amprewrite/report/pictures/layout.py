@@ -232,8 +232,7 @@ class Placed:
     open: set[int]
     """Ids of the open boxes."""
     gutters: dict[tuple[int, int], float] = field(default_factory=dict)
-    """x of the gap left of the column that holds a part or place, by (id of the box, id of the part or place). Edges from the previous
-    column go up in this gap."""
+    """By (id of a box, id of a part or place): x of the gap on the left of its column. Edges from the previous column go up in this gap."""
 
 
 def place(found: Nest, size_of: dict[int, tuple[float, float]], opened: set[int]) -> Placed:

@@ -401,10 +401,7 @@ def _change(change: Change) -> str:
 
 
 def heavy(plan: ModelPlan) -> list[str]:
-    """Return sentences on the MOST_HEAVY largest matmuls and convolutions in fp32, each with the condition for running low; [] if none.
-
-    The order is by FLOPs, most first. A last line counts any others.
-    """
+    """Return sentences on the largest matmuls and convolutions in fp32, each with a condition for running low, and a count of the rest."""
     found = by_impact(plan)
     lines = []
     for node in found[:MOST_HEAVY]:
