@@ -1,4 +1,4 @@
-"""Predict which values torch.autocast would hold in fp32. `Held` says how exact each value is, since a low op may have rounded it before.
+"""Predict which values torch.autocast would hold in fp32, and how exact each of them is (`Held`): a low op may have rounded it before.
 
 1. Inputs and weights are fp32, and so is the result of an op that reads no fp32 tensor. A cast that reads no fp32 tensor is an
    exception: its result is low, unless the model's code casts to fp32 (rule 2).

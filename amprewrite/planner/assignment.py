@@ -3,7 +3,7 @@
 Each open op has a vertex. Vertices on the source's side run low. An arc is a price that is paid if its tail is low and its head is high
 (Kolmogorov and Zabih, "What energy functions can be minimized via graph cuts?", 2004). All prices but one have this form:
 
-1. An op pays the extra price of low on an arc to the sink, or that of fp32 on an arc from the source. A precision group shares a vertex.
+1. An op pays the extra price of low on an arc to the sink, of fp32 on one from the source. Ops of one precision group share a vertex.
 2. A value that is read in the other format pays one copy, however many readers it has. For this an extra vertex stands for "a low copy
    exists" or "every reader is low". Infinite arcs join it to the readers. An arc with the copy's price joins it to the value's op.
    Casts of gradients (`gradient_cast`) and conversions in kernels (`mixed_read`) have a vertex of their own if other readers cause them.
@@ -38,7 +38,7 @@ Key = tuple[str, int]
 
 @dataclass(slots=True)
 class _Copies:
-    """The ops that read one value, in four lists: one for each copy or cast that a reader may cause.
+    """The ops that read one value, in four lists: by the copy, the gradient's cast or the conversion in a kernel that a reader may cause.
 
     `low` and `high` hold the readers that need a low copy or an fp32 copy. `senders` holds the readers whose fp32 gradient is cast.
     `mixers` holds the readers that convert the value inside their kernels. An op is listed as its vertex in the flow network. Ops may share

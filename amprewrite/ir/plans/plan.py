@@ -78,7 +78,7 @@ class Cast:
     users: tuple[str, ...]
     """Names of the nodes that read the copy; "output" for a result of the graph."""
     saturate: bool = False
-    """Whether the value is clamped to the format's range before the cast, because it holds a mask with finite numbers beyond the range."""
+    """Whether the value is clamped to the format's range before the cast: it may hold a mask with finite numbers beyond this range."""
     weight: bool = False
     """Whether the value is a parameter, or a constant of an ONNX file."""
     write_version: int = 0

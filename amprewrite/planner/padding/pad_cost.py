@@ -37,7 +37,7 @@ class PadCost:
     """Function that returns the measured seconds of a product and of its padded form, or None if they cannot be timed. If the field is
     None, times are predicted."""
     measured: dict[Product, float] = field(default_factory=dict)
-    """Seconds that padding saves in a step, for each product that was timed."""
+    """Seconds that padding saves in a step, for each product that was timed; negative if padding makes it slower."""
     cached_weights: bool = True
     """True if calls without gradients keep the low copies of parameters for the next call."""
 

@@ -4,7 +4,7 @@
    of the ops join axes, and views split them.
 2. Wants: if an axis gives a low matrix product an unaligned size, a padded extent is computed for the axis.
 3. Cut: a minimum s–t cut chooses which ops to pad along which axes. Padded ops are on the source's side. A product that stays unaligned
-   costs time. So does the pad or slice between a padded and an unpadded op. All readers of a value share one pad or slice.
+   costs time. So does the pad or slice between a padded and an unpadded op. Readers of a value share a pad or slice.
 4. Content: walk the graph. If padding would hold numbers that the next op cannot take, cut the padding off before that op and start again.
 """
 
@@ -73,8 +73,8 @@ class Regions:
     axes: Axes = field(default_factory=Axes)
     of_value: dict[str, list[int]] = field(default_factory=dict)
     of_use: dict[tuple[str, str], list[int]] = field(default_factory=dict)
-    """The axis of each dim of a value: as the value is made (`of_value`), and as a reader takes it (`of_use`, by (value, reader)). 
-    are equal unless the pair (value, reader) is in `barriers`. The reader then has separate axes."""
+    """The axis of each dim of a value: as the value is made (`of_value`), and as a reader takes it (`of_use`, by (value, reader)).
+    Both are the same unless the pair (value, reader) is in `barriers`. The reader then has separate axes."""
     group: DisjointSets[Place] = field(default_factory=DisjointSets)
     """Joins the dims of a call that are padded together. Dims that may not be padded are absent."""
     fixed: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))

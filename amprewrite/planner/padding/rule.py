@@ -1,8 +1,8 @@
 """The form of padding rules. A rule describes the effect of padded dims on one call of an op; `rules/table.py` has the rule of each op.
 
-A rule has three parts. *Ties*: dims of operands and results that are the same dim, so that they are padded together or not at all. A dim
-without a tie keeps its logical size, the size without padding. *Wants*: dims whose size should be a multiple of a few elements, for the
-op's Tensor Core kernel. *Content*: the numbers in the padding of the result, given the numbers in the padding of the operands.
+A rule has three parts. *Ties*: dims of operands and results that correspond, as columns of a and rows of b in a @ b. They are padded
+together or not at all. A dim without a tie keeps its logical size, the size without padding. *Wants*: dims for whose size the op's Tensor Core
+kernel wants a multiple of a few elements. *Content*: the numbers in the result's padding, given the numbers in the operands' padding.
 
 The content is a number if all padding holds that number: 0.0 in weights, in pads and after ops that map zero to zero, 0.5 after a sigmoid.
 It is MIXED if the padding holds finite and small, but different numbers. If an op would make the content or a gradient infinite, NaN or
@@ -69,7 +69,7 @@ class Rule:
     """
 
     ties: list[tuple[Leg, ...]] = field(default_factory=list)
-    """Which dims of operands and results are the same dim, so that they are padded together. Each tie lists descriptions of one dim."""
+    """Which dims of operands and results correspond, so that they are padded together. Each tie describes one such dim in several ways."""
     wants: list[tuple[Slot, int]] = field(default_factory=list)
     """Dims, as (slot, dim), for which the op's kernel is faster if their size is a multiple of a few elements."""
     content: Callable[[Contents], Content] = field(default=lambda contents: moved(contents))
@@ -84,7 +84,7 @@ class Rule:
     """True if the op is element-wise: operands that lack a dim of the result are broadcast along it."""
 
     def tie(self, *legs: Leg) -> None:
-        """Declare that dims of operands and results are the same dim, with the same size and padding. Each of `legs` describes one dim."""
+        """Declare that dims of operands and results correspond: they have the same size and padding. Each of `legs` describes one dim."""
         self.ties.append(legs)
 
 

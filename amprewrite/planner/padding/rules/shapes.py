@@ -15,7 +15,7 @@ from amprewrite.planner.padding.rule import MIXED, Rule, View, aligned, zero_kee
 
 # -- the same elements in another shape ----------------------------------------------------------
 def _others(view: View, source: Any) -> set[str]:
-    """Return the names of all operands of a view or conversion but `source`. The op reads only their dtype or sizes, not their elements."""
+    """Return the names of the operands of a view or conversion except `source`. The op reads only their dtype or sizes, no elements."""
     found = {ref.name for ref in (*view.call.args[1:], *view.call.kwargs.values()) if isinstance(ref, Ref)}
     return found - {getattr(source, "name", "")}
 
