@@ -1,8 +1,8 @@
 """The form of padding rules. A rule describes the effect of padded dims on one call of an op; `rules/table.py` has the rule of each op.
 
 A rule has three parts. *Ties*: dims of operands and results that correspond, as columns of a and rows of b in a @ b. They are padded
-together or not at all. A dim without a tie keeps its logical size, the size without padding. *Wants*: dims for whose size the op's Tensor Core
-kernel wants a multiple of a few elements. *Content*: the numbers in the result's padding, given the numbers in the operands' padding.
+together or not at all. A dim without a tie keeps its logical size, the size without padding. *Wants*: dims that should have a multiple
+of a few elements, for the op's Tensor Core kernel. *Content*: the numbers in the result's padding, given those in the operands' padding.
 
 The content is a number if all padding holds that number: 0.0 in weights, in pads and after ops that map zero to zero, 0.5 after a sigmoid.
 It is MIXED if the padding holds finite and small, but different numbers. If an op would make the content or a gradient infinite, NaN or
