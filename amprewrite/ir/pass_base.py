@@ -127,8 +127,8 @@ class Problem:
     bare_norms: tuple[str, ...] = ()
     """Norms without weights on a CPU. The kernel computes their mean and variance in the input's dtype: inexact if this dtype is low."""
     bare_taps: tuple[str, ...] = ()
-    """Convolutions in which some weights are multiplied with padding only. If the convolution runs low, its backward leaves the gradients
-    of these weights uninitialised."""
+    """Convolutions in which some weights meet only the zeros of the convolution's `padding` argument. If the convolution runs low, its
+    backward leaves the gradients of these weights uninitialised."""
     summands: Mapping[str, Summands] = field(default_factory=dict)
     """For each linear op: the values that it adds up, each with its factor."""
     repeated: frozenset[str] = frozenset()

@@ -51,7 +51,7 @@ class NodePlan:
     role: str = "op"
     """"op", or for a value that enters or leaves the graph: "input", "parameter", "buffer", "constant", "output"."""
     inputs: tuple[str, ...] = ()
-    """Names of the nodes whose results this node reads, if these are fp32 in the model as written."""
+    """Names of the nodes whose results this node reads. Results that were not fp32 before the rewrite are left out."""
 
     def sentence(self) -> str:
         """Return one sentence about the node's format and the reason for it."""
@@ -168,7 +168,7 @@ class RegionPlan:
     scales_loss: bool = False
     """Whether gradients are multiplied by the loss scale inside this region."""
     quantised: QuantisedProducts = field(default_factory=QuantisedProducts)
-    """Products that read fp8 copies of their operands. It is not written to JSON if there are none."""
+    """The decisions about fp8. They are not written to JSON if fp8 was considered for no product."""
 
     def edited(self, *what: Edit) -> dict[str, Edit]:
         """Return {name of an op: kind of its edit}. `what` selects kinds, such as `Edit.WIDE_PRODUCT`; edits that are off are left out."""
@@ -213,7 +213,7 @@ class ModelPlan:
     notes: tuple[str, ...] = ()
     """Remarks, a sentence each."""
     lists: str = "default"
-    """Name of the op lists."""
+    """Name of the op lists, which say by op what runs low and what in fp32."""
     version: int = field(default=SCHEMA)
     """Version of the JSON form."""
 

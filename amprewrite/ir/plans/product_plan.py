@@ -122,7 +122,7 @@ class QuantisedProducts:
     recipe: str = ""
     """Name of the fp8 recipe (`RECIPES` of `tables/formats.py`), which says which GEMMs may run in fp8; "" if there are no products."""
     products: tuple[ProductPlan, ...] = ()
-    """The low products for which fp8 was weighed, each with its GEMMs."""
+    """The matrix products in the low format for which fp8 was considered, with a decision for each of their GEMMs."""
     copies: tuple[QuantisedCopy, ...] = ()
     """The fp8 copies. They can be computed from `products`, so that a plan edited by hand may list none."""
 

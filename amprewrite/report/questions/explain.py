@@ -36,7 +36,7 @@ from amprewrite.tables.formats import FORMATS, FP32
 from amprewrite.tables.vocabulary import Colour, OpKind, Reason
 
 MOST_ALONE, MOST_TOGETHER = 6, 16
-"""Largest numbers of candidate nodes that `cause` tries one by one, and together."""
+"""`WhatIf.cause` overrides at most MOST_ALONE nodes one by one, then at most MOST_TOGETHER nodes together."""
 OTHER = {Colour.LOW: Colour.HIGH, Colour.HIGH: Colour.LOW}
 
 
