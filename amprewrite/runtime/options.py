@@ -1,6 +1,6 @@
-"""The checked options of one `rewrite` call, the policy that they give on a device, and the parts of a model that are captured separately.
+"""The checked options of one `rewrite` call, the rules for planning that they give on a device, and the parts that are captured separately.
 
-`granularity=` chooses the parts:
+A part is a submodule that is captured separately. `granularity=` chooses the parts:
 
 1. granularity="model": there are no parts. Dynamo captures the whole model, in as few graphs as it can.
 2. granularity="blocks": each block is a part. A block is a module with submodules, in an nn.ModuleList, nn.Sequential or
@@ -148,8 +148,8 @@ class Options:
     overrides: tuple[Override, ...] = ()
     backend: str | Callable[..., Any] = "eager"
     cache_weights: bool | str = True
-    """True: a graph casts each weight where it reads the weight; calls without gradients inside `frozen_weights()` share low copies.
-    "step": like True, and all eager graphs keep copies until an optimizer steps. False: no copy is kept."""
+    """True: a graph casts each weight where it reads the weight; but calls without gradients in `frozen_weights()` or `generate()` share
+    low copies. "step": like True, and all eager graphs keep copies until an optimizer steps. False: no copy is kept."""
     strict: bool = False
     given: ModelPlan | None = None
     """A plan that the rewrite follows, for instance a saved one; None: the rewrite makes a plan."""
@@ -174,7 +174,7 @@ class Options:
     frozen: tuple[str, ...] | None = None
     """Names of the fp32 parameters that took gradients before the model was frozen; None: the model is not frozen."""
     agreed: Agreed = NOTHING_AGREED
-    """The colours by which a frozen model was stored, from which a copy of it starts: frozen weights do not tell which ops trained them."""
+    """The colours (low or high) of ops in a frozen model, which its copies take over: the stored weights do not show these colours."""
 
 
 def policy_on(row: Device, options: Options, note: Callable[[str], None], kept: bool, products: ProductPolicy | None) -> Policy:

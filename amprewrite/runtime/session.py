@@ -4,7 +4,7 @@ Dynamo captures, guards and dispatches. It sometimes runs the original code sile
 past its recompile limit, or if an environment variable disables it. This file detects such cases. Then it makes the call run the graphs,
 warns, or raises an error. `captured/graph_rewriter.py` rewrites the graphs.
 
-An `Entry` is a module that is called from outside of graphs: the model, or one of its parts. A `Region` is a rewritten graph.
+An `Entry` is a module that is called from outside of graphs, such as the model. A `Region` is a rewritten graph.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Session(GraphRewriter):
     take_in: Callable[[], None] = field(default=lambda: None)
     """Function that rewrites the calls of modules that were added to the model after the rewrite."""
 
-    # -- calls -------------------------------------------------------------------
+    # -- run calls of the model, and check them ----------------------------------------
     def call(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a module (`entry`) on its rewritten graphs, and return its result. Dynamo captures a graph first if none fits the inputs.
 
@@ -422,7 +422,7 @@ class Session(GraphRewriter):
         """Return the context manager for a call of `generate()`: sizes are captured as dynamic, and KV caches may be stored in bf16."""
         return self.state.generates(self.caches.of_call(self.policy.low, args, kwargs))
 
-    # -- plan ---------------------------------------------------------------------------
+    # -- report the plan ---------------------------------------------------------------
     @property
     def left_out(self) -> tuple[Skipped, ...]:
         """The pieces of code that ran in fp32 outside of rewritten graphs, with reasons. They are modules that Dynamo can never capture,

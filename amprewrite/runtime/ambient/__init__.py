@@ -1,1 +1,1 @@
-"""Handle state that captured graphs do not hold: hooks, buffers, random states, KV caches of generate(), past graphs of checkpoints."""
+"""Handle state outside of captured graphs: hooks, buffers, random states, KV caches of generate(), and the graphs that old forwards ran."""

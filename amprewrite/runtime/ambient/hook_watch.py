@@ -3,8 +3,8 @@
 1. Code that Dynamo captured for one module runs for all modules of the same class. If these modules may differ in hooks (`may_differ`),
    Dynamo is set to guard on hooks. Such guards cost almost a microsecond for each module in each call. So a model without hooks gets no
    guards on hooks, and a HookWatch finds out when hooks are added.
-2. PyTorch numbers the hooks of modules and of tensors by one counter. This package sets some hooks on tensors in every training forward.
-   Their number is subtracted from the counter: otherwise a HookWatch would search all modules after each such hook.
+2. One counter of PyTorch numbers the hooks of modules and of tensors. A HookWatch searches all modules for new hooks if this counter has
+   risen. This package itself sets hooks on tensors in every training forward. A HookWatch does not count them, so they cause no search.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _KINDS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 
 class _OwnHookNumbers:
-    """Counts the hooks that this package sets on tensors (`taken`). HookWatch subtracts them from PyTorch's counter of all hooks."""
+    """Counts the hooks that this package sets on tensors (`taken`). HookWatch subtracts this count from PyTorch's counter of all hooks."""
 
     taken = 0
     lock = threading.RLock()
@@ -41,8 +41,8 @@ class HookWatch:
     """Finds out whether hooks on modules below `root` have changed. The check is cheap if no hook was registered.
 
     Every registration increments one counter of PyTorch. So the modules are searched only in three cases: code outside of this package
-    registered a hook, a module lost a hook, or a direct child of the root was replaced. Hooks on the root itself are ignored, because they
-    run outside of the captured graphs.
+    registered a hook, a module lost a hook, or a direct child of the root was added, removed or replaced. Hooks on the root itself are
+    ignored, because they run outside of the captured graphs.
     """
 
     def __init__(self, root: nn.Module) -> None:
@@ -50,7 +50,7 @@ class HookWatch:
         self._look()
 
     def changed(self) -> bool:
-        """True if a hook was added or removed since the previous call of this method, or since this object was made."""
+        """True if hooks on modules below the root changed since the previous call of this method, or since this object was made."""
         same = RemovableHandle.next_id - _OwnHookNumbers.taken == self._counter and self.root._modules == self._children
         if same and (not self._places or [len(place) for place in self._places] == self._sizes):
             return False
@@ -136,8 +136,8 @@ def call_with_own_hooks(module: nn.Module, args: tuple[Any, ...], kwargs: dict[s
     """Call `module` with its own forward hooks but without global module hooks, and return its result.
 
     Dynamo captures this function instead of `__call__` for each submodule in a captured graph, so that global hooks do not become part of
-    the graph. PyTorch's own code makes the call if the process has no global hooks. It also makes the call if the module has hooks that run
-    even after an exception in its forward (`always_call`). In this one case the global hooks run, too.
+    the graph. If the process has no global hooks, the function calls PyTorch's own `_call_impl`. It does the same if the module has hooks
+    that run even after an exception in its forward (`always_call`). In this one case the global hooks run, too.
     """
     if module._forward_hooks_always_called or not _global_hooks():
         return module._call_impl(*args, **kwargs)

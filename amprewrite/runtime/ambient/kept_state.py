@@ -60,7 +60,7 @@ def random_state_kept(devices: Sequence[int] = ()) -> Iterator[None]:
 
 @contextlib.contextmanager
 def hooks_kept(values: Any) -> Iterator[None]:
-    """Context manager that removes the hooks that a run puts on the gradients of the tensors in `values`."""
+    """Context manager that in the end removes the gradient hooks (`register_hook`) that were added inside it to tensors in `values`."""
     before = [(t, set(t._backward_hooks or ())) for t in tree_leaves(values) if isinstance(t, torch.Tensor) and t.requires_grad]
     try:
         yield
@@ -72,7 +72,7 @@ def hooks_kept(values: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def state_kept(model: nn.Module, inputs: Any = ()) -> Iterator[None]:
-    """Context manager that restores buffers of `model`, tensors in `inputs`, hooks of gradients, and random states of CPU and GPUs."""
+    """Context manager that in the end restores buffers of `model`, tensors in `inputs`, gradient hooks, and CPU and GPU random states."""
     tables = [(module._buffers, dict(module._buffers)) for module in modules_in(model)]
     given = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor) and not (leaf.is_meta or isinstance(leaf, FakeTensor))]
     values = [(tensor, tensor.detach().clone(), _version(tensor)) for tensor in (*buffers_in(model), *given)]

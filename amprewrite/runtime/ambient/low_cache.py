@@ -42,7 +42,7 @@ _INNER, _KEPT = "amprewrite_inner", "amprewrite_kept"
 _IN_CACHE, _IN_STATES = (0, 2), (0, 1)
 """Dims of batch and length: in keys and values (batch × heads × length × width), and in hidden states (batch × length × width)."""
 _SHARED = "amprewrite_shared"
-"""Attribute that `mark_growing` sets on keys and values: the dims whose size may share a symbol with equal sizes (`shared_sizes`)."""
+"""Name of the attribute in which `mark_growing` stores, on keys and values, the dims that `shared_sizes` returns."""
 _SOURCE = file_label(__file__)
 
 
@@ -87,7 +87,7 @@ class _KeepsLow:
 
 @functools.cache
 def _low_class(cls: type) -> type:
-    """Return a subclass of the layer class `cls` that stores keys and values low. All methods but `update` call an inner `cls` object."""
+    """Return a subclass of the layer class `cls` that stores low keys and values in an inner `cls` object (see `_KeepsLow`)."""
 
     def passed_on(name: str) -> Any:
         def method(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -101,7 +101,7 @@ def _low_class(cls: type) -> type:
 
 
 def caches_of(value: Any) -> Iterator[Any]:
-    """Yield `value` if it is a KV cache with layers, and its two inner caches if it is the cache of an encoder-decoder model."""
+    """Yield each KV cache with layers in `value`: `value` itself, and the two inner caches of an encoder-decoder model's cache."""
     if isinstance(getattr(value, "layers", None), list | tuple):
         yield value
     for name in _CACHES:
@@ -245,16 +245,16 @@ def mark_growing(args: Iterable[Any], kwargs: Mapping[str, Any]) -> None:
 
 
 def shared_sizes(tensor: Tensor) -> tuple[int, ...]:
-    """Return the dims of `tensor` whose sizes share a symbol in Dynamo with equal sizes of other tensors. `mark_growing` stores them."""
+    """Return the dims of `tensor` for which Dynamo may use one symbolic size if their sizes are equal. `_mark_shared` stores them."""
     found: tuple[int, ...] = getattr(tensor, _SHARED, ())
     return found
 
 
 def _mark_shared(value: Any) -> None:
-    """If `value` is a KV cache, store on its keys and values the dims whose sizes share a symbol in Dynamo with equal sizes.
+    """If `value` is a KV cache, store on its keys and values the dims for which Dynamo may use one symbolic size if they are equal.
 
-    These are the batch and length dims. Two sizes with different meanings may be equal by chance, such as a batch of five and five keys.
-    Their dims are left out, because these sizes differ after the next step. `shared_sizes` reads the stored dims.
+    These are the batch and length dims. But a batch of five and a length of five are equal only by chance, and differ after the next step.
+    Dims with such sizes are left out. `shared_sizes` reads the stored dims.
     """
     batch, length = _IN_CACHE
     held = {tensor: {batch: "", length: kind} for layer, kind in _kinds(value) for tensor in _in_layer(layer)}

@@ -67,7 +67,7 @@ RewriteRegion = Callable[["Graphs", torch.fx.GraphModule, list[Any]], Region]
 class Graphs:
     """The captures of one entry, a module that is called from outside of graphs: its compiled functions and its rewritten graphs (regions).
 
-    `capture_anew` replaces this object. Dynamo keeps backends and compiled graphs until it is reset. So the functions that are passed
+    `Entry.capture_anew` makes a new object. Dynamo keeps backends and compiled graphs until it is reset. So the functions that are passed
     to Dynamo refer only weakly to this object and its regions. A running call keeps its `Graphs` alive.
     """
 
@@ -114,8 +114,8 @@ class Graphs:
     def compiled(self) -> Callable[..., Any]:
         """The function that the next call runs. It is `_first_call` until a graph is captured.
 
-        While the process has global module hooks, a second compiled function runs. It has no guards on these hooks: such guards would
-        cause a new capture for every `with FlopCounterMode():`.
+        While the process has global module hooks, a second compiled function runs. It has no guards on these hooks: with guards, every
+        `with FlopCounterMode():` would cause a new capture, because this mode registers such hooks.
         """
         if not any_global_hook():
             return self._alone if self.regions else self._first_call
@@ -125,9 +125,9 @@ class Graphs:
     def _first_call(self, *args: Any, **kwargs: Any) -> Any:
         """Run a call in which Dynamo captures the module for the first time. Return its result, and check the captured graph.
 
-        The check is made under `strict`, or if the low format is or may be fp16. After the call, it runs the captured graph and the
-        original model in fp32. If their results differ, it warns, or raises CaptureError under `strict`. Not checked are calls that cannot
-        be repeated, calls of `generate()`, and code around parts, which `granularity` leaves as written: its side effects would repeat.
+        After the call, the check runs the captured graph and the original model in fp32. If their results differ, it warns, or raises
+        CaptureError under `strict`. It is made under `strict`, or if the low format is or may be fp16. The call must be one of the whole
+        model that can be repeated on copies. No check is made in `generate()` or a backward, if the model is frozen, or if it has parts.
         """
         session, state, options = self.entry.session, self.entry.session.state, self.entry.session.options
         looked_at = self.entry.captured and (options.strict or options.low is None or options.low.narrow)

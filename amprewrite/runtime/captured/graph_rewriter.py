@@ -1,6 +1,6 @@
-"""Rewrite the graphs that Dynamo captures of one model: read, plan and emit each graph. Mark it for a new capture if decisions change.
+"""Rewrite the graphs that Dynamo captures of one model: read, plan and emit each graph.
 
-All graphs of a model share one plan: `Agreement` stores the colour (low or high) of each shared op, and marks graphs that contradict it.
+By default an op has one colour (low or high) in all graphs. `Agreement` stores the colours, and marks graphs that must be captured anew.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ from amprewrite.tables.vocabulary import Colour
 
 @dataclass
 class GraphRewriter(CallRecord):
-    """The captured modules and graphs of one rewritten model, and the state that the decisions for these graphs share."""
+    """Plans and rewrites the captured graphs of one model, and holds the state that their plans share, such as the calibration."""
 
     entries: dict[str, Entry] = field(default_factory=dict)
     checks: ReadChecks = field(default_factory=ReadChecks)
@@ -272,7 +272,7 @@ class GraphRewriter(CallRecord):
         return named_device(self.options.device) if self.options.device else device_row(device)
 
     def policy_for(self, device: str) -> Policy:
-        """Return the policy for a model on `device`, such as "cuda". Limits of the device, such as no fast low matmuls, become notes."""
+        """Return the rules for planning on `device`, such as "cuda". A limit of the device, such as no fast bf16, is noted."""
         kept, products = self.cache.block() is not None, self.options.products
         return policy_on(self._row(device), self.options, self.note, kept, products and runnable(products, device, self.note))
 

@@ -1,7 +1,7 @@
 """Observe the values of a graph in an fp32 run before the graph runs in fp16, in the first calls of its model.
 
 1. Run the captured graph in fp32 on the inputs of the call, and record the range of every value. Inputs that the graph writes are copied
-   before, and random states are restored after, so that this run has no side effects. It records gradients only if the graph computes some.
+   before, and random states are restored after, so that this run has no side effects. Grad mode is off unless the graph takes gradients.
 2. If fp16 would overflow for a value that the plan makes low, observe a second run, with histograms, and plan the graph anew with these
    ranges. A note in the plan says so.
 3. Then run the call itself, once. If the fp32 run raised an error and the call succeeds, warn that no value was observed.
@@ -165,7 +165,7 @@ class LookAhead:
         return all(self._of_all_ranks(all_finite(value)))
 
     def _of_all_ranks(self, value: Any) -> list[Any]:
-        """Return `value` of each rank that holds shards of the graph's values, in the same order on every rank; [value] without shards."""
+        """Gather `value` from all ranks that hold shards of the graph's values, in the same order on each. Return [value] if none do."""
         values = [value]
         for group in (group for mesh in self.meshes for group in mesh.get_all_groups()):
             every: list[Any] = [None] * torch.distributed.get_world_size(group)
@@ -185,11 +185,11 @@ class LookAhead:
     def _breaks_unobserved(self, run: Callable[[tuple[Any, ...]], Any], inputs: tuple[Any, ...], exact: _BodyResults) -> tuple[bool, str]:
         """Look for overflows in bodies of loops and conditions, which the fp32 run does not observe: run the rewritten graph on copies.
 
-        Return (True if the graph overflows, reason why an overflow may stay unseen or ""). The graph overflows if it raises an error, or if
-        it or a body returns NaN or infinities. `exact` says for each body of the fp32 run whether its results are finite.
+        Return (overflows, why). `overflows`: the graph raises an error, or it or a body returns NaN or infinities that the fp32 run did not
+        return. `why`: the reason why an overflow may stay unseen, or "". `exact`: whether each body's results were finite in the fp32 run.
         """
         try:
-            with self._aside(), hooks_kept(inputs), _BodyResults() as rounded:  # the graph itself may turn gradients on
+            with self._aside(), hooks_kept(inputs), _BodyResults() as rounded:  # the graph may turn gradients on and hook its inputs
                 copies = self._copies(inputs)
                 if not self.differentiates:  # pass the weights themselves, because the cache of low copies finds them by identity
                     pairs = enumerate(zip(inputs, copies, strict=True))
@@ -238,7 +238,7 @@ class LookAhead:
     def _decide_anew(self, seen: Mapping[str, RegionRanges], inputs: tuple[Any, ...], hidden: str) -> None:
         """Plan and emit the graph anew with the ranges `seen`. Bodies of loops and conditions, which are not observed, stay fp32.
 
-        `hidden` is "" if the graph is known to overflow. Otherwise it is the reason why these bodies may overflow unseen.
+        `hidden` is "" if this or an earlier graph would overflow. Otherwise it is the reason why these bodies may overflow unseen.
         """
         captured, calibration = self.captured, self.learn(tuple(seen.values()))
         unseen = f"a first call would overflow in {self._low}, and the values in there are not observed"

@@ -188,7 +188,7 @@ class State(threading.local):
 
     @contextlib.contextmanager
     def recomputes(self, asked: tuple[int, int] | None, around: int) -> Iterator[None]:
-        """Context manager that records a recomputation by a checkpoint inside a running forward, as when the forward takes gradients.
+        """Context manager that records a recomputation by a checkpoint inside a running forward: the forward itself computes gradients.
 
         `asked` is the id of the recomputation (`asking_number()`); None if no non-reentrant checkpoint makes the call. `around` is the
         number of torch.autocast regions around the call. A non-reentrant checkpoint enters such regions to restore the autocast state of

@@ -4,8 +4,8 @@ Some models test whether they are compiled, and then compute other values. So in
 with the original model, both in fp32:
 
 1. Before the call, copy its inputs, the buffers and the random states.
-2. After the call, run the captured graph in fp32, and a clone of the plain model on the copies. All floating results of the clone must be
-   among the results of the graph. If one is not, run the graph again, and find the first op whose result the plain model lacks.
+2. After the call, run the captured graph in fp32, and a clone of the original model on the copies. Each floating result of the clone must
+   equal a result or an input of the graph. If one does not, run the graph again, and find its first op whose result no op of the clone has.
 
 The check is skipped if its answer would be uncertain, or if a side effect would happen twice:
 
@@ -245,7 +245,7 @@ class CaptureCheck:
         If the call has a second graph, or the captured code changes existing objects or hooks a tensor, nothing is compared."""
         self.sound = self.sound and self.graph is None and not dynamo.changes_objects()
         if written_memory(module.graph):
-            note_memory(module.graph)  # in eager code `dropout(x, 0.0)` is `x`, so a write to the result writes to `x`: record this
+            note_memory(module.graph)  # in eager code `dropout(x, 0.0)` is `x`, so a write to its result changes `x`: record such aliases
         # read these facts from `module`: the copy of its graph that is made below lacks the subgraphs
         self.written, self.differentiates = written_inputs(module.graph), differentiates(module.graph)
         self.graph, self.module = torch.fx.Graph(), module

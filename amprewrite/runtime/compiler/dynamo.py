@@ -57,11 +57,11 @@ _ISOLATES = "isolate_recompiles" in inspect.signature(torch.compile).parameters
 _PYTHON = os.__file__.removesuffix("os.py")
 _PACKAGES = tuple(f"{_PYTHON}{name}{os.sep}" for name in ("site-packages", "dist-packages"))
 RECURRENT = "capture stops at LSTM, GRU and RNN modules"
-"""Our text for Dynamo's reason for a graph break at such a module."""
+"""Our text for the reason of a graph break at an LSTM, GRU or RNN module. It replaces Dynamo's text."""
 RUNS_RECURRENT = "LSTM, GRU and RNN modules run low in graphs of their own, which no compiler gets: it would unroll them over time"
-"""Note of a plan whose model has such modules and a compiler as its backend."""
+"""Note in the plan of a model with LSTM, GRU or RNN modules, if its backend is a compiler."""
 _RECURRENT = "RNN, GRU, or LSTM"
-"""Words in Dynamo's reason for a graph break at such a module; since torch 2.15 they are not in its first line."""
+"""Words by which Dynamo's reason for a graph break at such a module is recognised. Since torch 2.15 they are not in its first line."""
 _WAS_THERE = (AttributeMutationExisting, ValueMutationExisting)
 """Dynamo's classes for changes of objects that existed before the captured code ran."""
 COUNTS_FROM = 4
@@ -70,10 +70,10 @@ COUNTS_FROM = 4
 Calls are counted, not graphs: an int that differs from layer to layer stays a constant, because one call captures all layers.
 """
 ONE_EXPORT = threading.RLock()
-"""Held while torch.export or torch.onnx.export runs, and while an export is planned.
+"""Lock that is held while torch.export or torch.onnx.export runs, and while an export is planned.
 
-Both exporters keep state that all threads share, so two exports at once would fail. The flag `torch.compiler.is_exporting()` is part of it:
-while it is set, functions that Dynamo skips annotate the graph under export, whichever thread calls them (`torch.fx.traceback.annotate`).
+Both exporters keep state that all threads share, so two exports at once would fail. For example, `torch.compiler.is_exporting()` is true in
+all threads. Then functions that Dynamo skips annotate the exported graph (`torch.fx.traceback.annotate`), even in other threads.
 """
 
 
@@ -152,7 +152,7 @@ def compile_afresh(
                 now["accumulated_recompile_limit"] = torch._dynamo.config.accumulated_recompile_limit + more
             gradients, shared = breaking_at_gradients() if eager else contextlib.nullcontext(), sharing_sizes(shared_sizes)
             hooks, layers, told = breaking_at_hooks(), recurrent_layers_whole(), warnings_after_graphs()
-            quick = no_collection() if eager else contextlib.nullcontext()  # while a compiler runs, perhaps for minutes, collect garbage
+            quick = no_collection() if eager else contextlib.nullcontext()  # a compiler may run for minutes: it needs the collector
             again = own and starts_again(frame[0].f_locals)
             if again:  # let Dynamo raise errors, so that the call starts again before its code has run
                 now["suppress_errors"] = False
@@ -348,7 +348,7 @@ def changes_objects() -> bool:
     return bool(effects.tensor_hooks) or any(effects.is_modified(each) for each in there)
 
 
-# -- modes and captures around a call ----------------------------------------------------
+# -- autocast, dispatch modes and captures that are active around a call -----------------
 def refuse_ambient_autocast() -> None:
     """Raise CaptureError inside a torch.autocast region, which would add casts that are not in the plan."""
     if is_any_autocast_enabled():
@@ -374,7 +374,7 @@ def kept_out() -> bool:
 
 
 def never_read(function: Callable[..., Any]) -> None:
-    """Make Dynamo never capture `function`. Use this for a function that reads Dynamo's state, because a capture would change it."""
+    """Make Dynamo never capture `function`. Use this for a function that reads Dynamo's state: a capture would change that state."""
     skip_code(function.__code__)
 
 
@@ -382,7 +382,7 @@ never_read(at_work)
 never_read(kept_out)
 
 
-# -- code that Dynamo did not capture ----------------------------------------------------
+# -- whether Dynamo is switched off, and why it did not capture code ---------------------
 def disabled() -> bool:
     """True if Dynamo is disabled by a setting or the environment, so that torch.compile returns functions uncompiled."""
     return torch._dynamo.config.disable or os.environ.get("TORCHDYNAMO_DISABLE", "") == "1"

@@ -76,7 +76,7 @@ class Listener(Quiet):
 
 
 def is_capture_error(error: BaseException) -> bool:
-    """True if `error` means that Dynamo failed to capture code. Its class is then Dynamo's, or it names the failing line of code."""
+    """True if `error` means that Dynamo failed to capture code: its class is Dynamo's, or Dynamo attached the failing line to it."""
     own = (torch._dynamo.exc.TorchDynamoException, torch._dynamo.exc.FailOnRecompileLimitHit)
     return isinstance(error, own) or hasattr(error, "innermost_user_frame_summary")
 

@@ -17,8 +17,8 @@ the regions. The reported dtype is fp32, so that a cast to this dtype in the mod
 Exporters run the model's code without Dynamo's answers, so autocast is really switched on around them, for fp32. It would widen half values
 that the code computes itself, so such code is exported without autocast (`exported_under_autocast`).
 
-Dynamo evaluates these functions as constants. While Dynamo converts a frame, our own handlers take the place of these and of a few more
-functions (`handling`). The context managers of this file change Dynamo for all threads: `dynamo.py` enters them with Dynamo's lock held.
+By default Dynamo calls these functions during capture, and treats the answers as constants. While it converts a frame, our own handlers
+give the answers (`handling`). The context managers of this file change Dynamo for all threads, so they need Dynamo's lock (`dynamo.py`).
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def reporting_autocast_on(root: nn.Module, inputs: Any, around: int, again: bool
     """Context manager in which Dynamo captures code as if autocast were on: `torch.is_autocast_enabled` and similar functions return True.
 
     They return the true answer to PyTorch's own code, inside an autocast region of the model, and for a device that the model is not on.
-    They return it to all code if the model `root` or `inputs` (local variables of the captured function) hold fp16 or bf16 tensors.
+    All code gets the true answer if the model `root` or `inputs` (local variables of the captured function) hold fp16 or bf16 tensors.
     `around`: number of autocast regions around the call of the model. If `again` is True, the functions raise Unseen(TwoDtypes())
     instead of an answer. The call of the model then starts again with its half inputs in fp32.
     """

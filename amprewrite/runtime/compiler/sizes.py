@@ -1,4 +1,4 @@
-"""Compile a graph that Dynamo captured with dynamic sizes a second time, after its capture: once for each combination of sizes.
+"""Compile a graph with dynamic sizes again after Dynamo has captured it: once for each combination of sizes that calls pass to it.
 
 During a capture, a backend compiles a graph for all its sizes. Later, when the graph is planned anew (see `LookAhead`) or rewritten for
 another model, the backend sees only the inputs of a call. It takes their sizes for constants, and its code does not check them. So each
@@ -25,7 +25,7 @@ from amprewrite.torch_internals.dispatch import outside_capture, tracing_context
 
 
 def for_each_size(backend: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `backend`. During a capture, it compiles a graph once for all sizes; later, once for each combination of sizes.
+    """Wrap `backend`. During a capture, the wrapper compiles a graph once for all sizes; later, once for each combination of sizes.
 
     Code that is compiled later treats sizes of inputs as constants, but values of tensors as variables. For example, a float argument that
     changes from call to call stays variable, because Dynamo passes it as a tensor.
@@ -51,8 +51,8 @@ def _is_dynamic(node: torch.fx.Node) -> bool:
 
 
 class _CodeOfSizes:
-    """Callable that compiles `module` once for each combination of input sizes and strides, for at most RECOMPILE_LIMIT of them. For any
-    further combination `module` runs uncompiled."""
+    """Callable that compiles `module` once for each combination of grad mode and sizes, strides and `requires_grad` of the inputs. After
+    RECOMPILE_LIMIT combinations, `module` runs uncompiled for any new one."""
 
     def __init__(self, backend: Callable[..., Any], module: torch.fx.GraphModule) -> None:
         self.backend, self.module = backend, module

@@ -1,9 +1,9 @@
 """Detect contexts in which a rewritten model cannot run its graphs: exporters and tracers, `fullgraph=True`, shape inference, torch.func.
 
 1. If a tracer such as `torch.jit.trace` would record the ops of a call, the call raises an error.
-2. An outer Dynamo reads `session.enter`, the function through which every call of the model runs. If Dynamo may break its graph there, the
-   model is called as usual. If not, as for `fullgraph=True` and a strict `torch.export`, `enter` raises an error while Dynamo reads it,
-   because Dynamo's own error would advise the user to remove that function.
+2. Every call of the model runs through `session.enter`. If the user compiles code that calls the model, Dynamo reads `enter`. If Dynamo may
+   break its graph there, the model is called as usual. If not, as for `fullgraph=True` and a strict `torch.export`, `enter` raises an error
+   while Dynamo reads it. Dynamo's own error would give wrong advice: to remove `enter`.
 3. A call on the meta device only asks for shapes. It runs as written, without capture and without a warning.
 4. torch.func transforms and forward-mode derivatives run the original code, in fp32.
 """
@@ -50,7 +50,7 @@ def undisturbed() -> bool:
     )
 
 
-# -- tracers -----------------------------------------------------------------------------
+# -- raise an error under tracers and exporters ------------------------------------------
 def refuse_tracers() -> None:
     """Raise CaptureError if a tracer, such as `torch.jit.trace` or make_fx, would record the ops of this call.
 
@@ -81,7 +81,7 @@ def _was_another_export() -> bool:
         return not is_fx_symbolic_tracing()
 
 
-# -- fullgraph=True ----------------------------------------------------------------------
+# -- raise an error if fullgraph=True forbids a graph break ------------------------------
 @torch.compiler.assume_constant_result  # type: ignore[misc]
 @uncaptured
 def refuse_whole_graph(name: str) -> None:
@@ -93,7 +93,7 @@ def refuse_whole_graph(name: str) -> None:
         raise WantsOneGraph(traced("torch.export") if reading().export else one_graph(name))
 
 
-# -- derivatives -------------------------------------------------------------------------
+# -- detect torch.func, forward-mode derivatives and calls for shapes --------------------
 def transform_at_work() -> str:
     """Return the reason why a call cannot run its graphs: a torch.func transform or forward-mode derivatives; "" if neither is active."""
     if current_transform() is not None:

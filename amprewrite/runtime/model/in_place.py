@@ -155,7 +155,7 @@ class _CallsOriginal(type):
 
 @functools.cache
 def _metaclass(meta: type) -> type:
-    """Return the metaclass of a rewritten class: a subclass of `meta`, the original one. `_reduce_class` pickles the rewritten class."""
+    """Return the metaclass, a subclass of `meta`, for rewritten classes whose original class has `meta`. `_reduce_class` pickles them."""
     if issubclass(meta, _CallsOriginal):
         return meta
     made = _CallsOriginal if meta is type else type(meta.__name__, (_CallsOriginal, meta), {})
@@ -261,7 +261,7 @@ class _Cloning:
         return value
 
     def _copied(self, value: Any) -> Any:
-        """Return a copy of a container. `made` gets a mutable copy before its items are copied: an item may refer to the container."""
+        """Return a copy of a container. A mutable copy is put in `made` before its items are copied: an item may refer to the container."""
         if isinstance(value, tuple | frozenset):
             return self._rebuilt(value)
         kind: Any = type(value)

@@ -1,4 +1,4 @@
-"""Make the module that `rewrite` returns: it has a subclass of the original class, and the same parameter objects."""
+"""Make the module that `rewrite` returns: an object of a subclass of the original class, with the same parameter objects."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class RewrittenBase(nn.Module):
     The subclass `Rewritten` in `api/module.py` adds the public methods, such as `plan`. An argument `face` in this file is that class.
     """
 
-    # -- changes of the parameters, after which low copies are dropped --------------
+    # -- methods that change parameters drop the low copies of weights -----------------
     def train(self, mode: bool = True) -> Any:
         if is_rewritten(self) and any(module.training != mode for module in self.modules()):
             session_of(self).cache.clear()
@@ -82,14 +82,14 @@ class RewrittenBase(nn.Module):
         session.warn_once(conversion_warning(self))
         return applied
 
-    # -- copies stay rewritten --------------------------------------------------------
+    # -- methods that copy or pickle the model -----------------------------------------
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
         if not is_rewritten(self):
             return _plain_deepcopy(self, memo)
         cls: Any = original_class(self)
         if copies_itself(cls):
             made = memo[id(self)] = copy.deepcopy(_twin_before(self), memo)
-        else:  # copy the modules themselves, not a twin: other objects in the copy may refer to the model or its modules, too
+        else:  # copy the modules themselves, not the clone of `_twin_before`: other copied objects may refer to the modules, too
             state = {name: value for name, value in cls.__getstate__(self).items() if name not in (SESSION, BEFORE)}
             made = memo[id(self)] = cls.__new__(cls)
             made.__setstate__(copy.deepcopy(state, memo))
@@ -117,7 +117,7 @@ class RewrittenBase(nn.Module):
             )
         return self
 
-    # -- members of the rewritten class -------------------------------------------------
+    # -- how subclasses are made -------------------------------------------------------
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Call the `__init_subclass__` of the original class, which may register the new class, only if a user derives the new class."""
         if original_of(cls) is None:

@@ -140,7 +140,7 @@ class ForwardScale:
         self._fed: list[Node] = []
         """Autograd nodes of graph inputs that were computed from tensors that require gradients."""
         self._passed_over = self._fed_later = False
-        """True if graphs read weights, or other computed inputs, that are in neither list: they may hold this object (see `watch`)."""
+        """`_passed_over`: graphs read weights that are not in `weights`. `_fed_later`: they read inputs whose nodes are not in `_fed`."""
         self._first_node = next_node()
         """Nodes with a lower number existed before this forward ran a graph."""
         self._first, self._scaled = pair, True
@@ -230,7 +230,7 @@ class ForwardScale:
 
 
 def _gives_gradient(tensors: Sequence[Tensor | Node]) -> tuple[bool, bool]:
-    """Return two bools: whether the running backward stores gradients of `tensors` in `.grad`, and whether autograd.grad returns gradients.
+    """Return (True if the running backward stores a gradient of `tensors` in `.grad`, True if torch.autograd.grad returns such a gradient).
 
     An autograd node in `tensors` stands for the tensor that it computed. If the backward does not end there, the gradients of the leaves
     from which this tensor was computed count instead. The search stops at the first stored gradient.

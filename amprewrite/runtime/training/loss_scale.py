@@ -55,7 +55,7 @@ _AFTER_GOOD = ([1, 1, 0, 1], [1, 0, 0, 1])
 _AFTER_OVERFLOW = ([1, 1, 1, 0], [1, 1, 1, 0])
 """Changes of the four counters by a clean step, and by an overflow, as (factors, addends). A counter becomes factor * counter + addend."""
 _UNTRIED, _FALLING, _RISING = 3, 2, 1
-"""Stages of a search for the initial scale: no step was taken yet; every step so far overflowed; the scale grows again. 0: no search."""
+"""Stages of the search that `search_interval` asks for: no step yet; only overflows so far; the scale grows again. 0: no search."""
 _OWN_SETTINGS = ("floor", "cap", "hysteresis", "refill", "rest", "raise_at_floor", "search_interval")
 
 
@@ -83,7 +83,7 @@ class LossScale:
         self.withheld = False
         """True while training forwards use 1 instead of the scale, because no optimizer of the model is known."""
         self.ask: Callable[[], None] | None = None
-        """Callback that finds where the latest step overflowed. None if the host already knows whether that step overflowed."""
+        """Function that finds where the latest step overflowed and sets `overflow_at`. None if the host knows whether it overflowed."""
 
     def snapshot(self, device: torch.device | str) -> tuple[Tensor, Tensor]:
         """Return (scale, 1/scale) for one forward: 0-dim fp32 tensors on `device`, which later updates do not change.
@@ -190,7 +190,7 @@ class LossScale:
 
     @property
     def at_floor(self) -> bool:
-        """True if the scale has reached its lower bound. False for a static scale. Reading a dynamic scale causes a host sync."""
+        """True if the scale has reached its lower bound. False for a static scale. A dynamic scale with a floor causes a host sync."""
         return False
 
     def consecutive_skips(self) -> int:
@@ -422,7 +422,7 @@ class DynamicLossScale(LossScale):
         self._counters = torch.addcmul(self._tables[1], self._counters, self._tables[0])
 
     def _only_counts(self, found_inf: Tensor) -> int:
-        """Return the number that `update(found_inf)` adds to the growth tracker, the count of clean steps since the scale last changed.
+        """Return the number that `update(found_inf)` adds to the growth tracker, which counts clean steps until the scale grows.
 
         Returns 0 if the update may change more than counters, or if finding out would need a host sync.
         """

@@ -75,7 +75,7 @@ SPELLINGS = {
 
 
 def is_fusible(node: torch.fx.Node) -> bool:
-    """True if inductor's code for a call gives the same bits as PyTorch's kernel. Also true without a kernel, as for size arithmetic."""
+    """True if inductor's code for a call gives the same bits as PyTorch's kernel, or if the call has no kernel, as arithmetic of sizes."""
     if not isinstance(node.target, OpOverload):
         return True  # no kernel exists: inductor itself must lower higher-order ops and Python arithmetic of sizes
     result = node.meta.get("val")
@@ -114,8 +114,8 @@ def _same_numbers(node: torch.fx.Node, result: Tensor, chooses: bool) -> bool:
     """True if each Python number among the arguments of a call has the same value in inductor's code and in PyTorch's kernel.
 
     One of the two may round a number to a low format (bf16, fp16) of the tensors. So the number must be exact in this format. `chooses`:
-    the call selects or compares values. Only such a call rounds numbers if no tensor is low: to the format of its tensors. False for a
-    quotient with a rounding mode. Also False for a sum whose factor `alpha` is not 1: only inductor rounds the product with it.
+    the call selects or compares values. If no tensor is low, only such a call may round its numbers, to the format of its tensors. The
+    answer is False for a quotient with a rounding mode, and for a sum whose `alpha` is not 1: only inductor rounds the product with it.
     """
     if node.kwargs.get("alpha", 1) != 1 or node.kwargs.get("rounding_mode") is not None:
         return False
@@ -172,8 +172,8 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
 
 
 def _dropout(x: Tensor, p: float, train: bool | None) -> tuple[Tensor, Tensor]:
-    """Decompose dropout on a CPU into the ops that eager code runs. Return NotImplemented, so that the traced call stays, on other
-    devices, if `train` is False, and if `p` is 0 or 1."""
+    """Decompose dropout on a CPU into the ops that eager code runs. On other devices, if `train` is False, or if `p` is 0 or 1, return
+    NotImplemented: then the traced call stays."""
     if not x.is_cpu or train is False or not 0 < p < 1:
         return NotImplemented  # type: ignore[no-any-return]
     mask = aten.bernoulli.p(torch.empty_like(x), 1 - p)
@@ -194,8 +194,8 @@ def _threshold_backward(gradient: Tensor, x: Tensor, threshold: float) -> Tensor
 
 
 def _slice_backward(gradient: Tensor, sizes: Sequence[Any], dim: int, start: Any, end: Any, step: Any) -> Tensor:
-    """Decompose the backward of a slice: pad the gradient with zeros, by one call that inductor fuses. Return NotImplemented, so that
-    PyTorch's kernel runs, for symbolic sizes and for a step other than 1."""
+    """Decompose the backward of a slice: pad the gradient with zeros, by one call that inductor fuses. For symbolic sizes, and for a step
+    other than 1, return NotImplemented: then PyTorch's kernel runs."""
     dim %= len(sizes)
     size, length = sizes[dim], gradient.shape[dim]
     if step != 1 or not all(type(each) is int for each in (size, length, start)):
