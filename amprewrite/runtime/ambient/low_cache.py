@@ -159,7 +159,7 @@ class LowCaches:
         self._layers: list[weakref.ref[Any]] = []
 
     def take(self, args: Iterable[Any], kwargs: Mapping[str, Any]) -> None:
-        """Make the KV caches among the arguments of a step of `generate()` store keys and values low, if they are still empty.
+        """Make the empty layers of KV caches among the arguments of a step of `generate()` store keys and values in the low format.
 
         Caches that the caller made, offloaded caches, and layers of classes that are not in `_LAYERS` stay fp32.
         """

@@ -97,7 +97,7 @@ class Past(Generic[T]):
         self.before = [*self.before[1 - _KEPT :], (next_node(), value)]
 
     def of_forward(self, now: T) -> T:
-        """If an activation checkpoint is repeating a forward, return the value used in that forward; otherwise `now`, the present value."""
+        """If a non-reentrant checkpoint is repeating a forward, return the value used in that forward; otherwise `now`, the present one."""
         node = asking_node() if self.before else None
         if node is None:
             return now

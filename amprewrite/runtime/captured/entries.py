@@ -281,14 +281,14 @@ class Entry:
 
     @property
     def graphs_of_forward(self) -> Graphs:
-        """The graphs to call. A checkpoint recomputes with the graphs that its forward ran; other calls run the present graphs."""
+        """The graphs to run: in a recomputation by a non-reentrant checkpoint the graphs of its forward, otherwise the present graphs."""
         return self._past.of_forward(self.graphs)
 
     def why_anew(self, recomputes: bool) -> Anew | None:
         """Return the reason why this call must capture its graphs anew; None if it may run existing graphs.
 
-        `recomputes`: whether a backward makes the call, to repeat a forward pass. Such a call runs the graphs of that pass, even if
-        they are outdated, unless hooks on modules have changed or the `forward` method was replaced.
+        `recomputes`: whether a backward makes the call, to repeat a forward pass. Such a call runs existing graphs, even outdated
+        ones (see `graphs_of_forward`), unless hooks on modules have changed or the `forward` method was replaced.
         """
         if self.hooks.changed():
             return Anew.HOOKS

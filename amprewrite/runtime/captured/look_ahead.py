@@ -49,7 +49,7 @@ from amprewrite.torch_internals.operators import HigherOrderOperator
 from amprewrite.torch_internals.trees import tree_leaves
 
 CALLS = 3
-"""Number of calls of the model in which its graphs are observed.
+"""Number of calls of the model in which each graph is observed, from the first call that runs the graph on.
 
 One call is not enough, even if all of its values are small: it may be a warm-up on zeros, before weights are loaded.
 """

@@ -157,7 +157,7 @@ class State(threading.local):
         self.depth = 0
         """Number of calls of the model and its submodules that run now, one inside another. Calls inside captured graphs do not count."""
         self.transformed = 0
-        """Number of running calls inside a torch.func transform or a level of forward-mode derivatives."""
+        """Number of running calls that run as written inside a torch.func transform or forward-mode AD."""
         self.generating = 0
         """Number of running calls of `generate()`."""
         self.captured = 0
@@ -203,7 +203,7 @@ class State(threading.local):
 
     @contextlib.contextmanager
     def generates(self, low_caches: LowCaches | None) -> Iterator[None]:
-        """Context manager for a call of `generate()`: sizes are captured as dynamic. At its end, KV caches in `low_caches` become fp32."""
+        """Context manager for a call of `generate()`: its steps are captured with dynamic sizes. At the end, `low_caches` become fp32."""
         outer = self.low_caches
         self.generating, self.low_caches = self.generating + 1, low_caches
         try:

@@ -403,7 +403,7 @@ _READ: list[dict[str, int]] = [{}]
 
 
 def frames_given_up() -> int:
-    """Return the number of frames that Dynamo has given up in this process. These frames ran as written."""
+    """Return the number of frames that Dynamo has given up in this process, and that ran as written. A frame under capture counts, too."""
     frames = counters["frames"]
     return frames["total"] - frames["ok"]
 

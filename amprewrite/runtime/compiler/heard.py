@@ -169,7 +169,7 @@ _FOLDED: dict[Any, Any] = torch_functions.constant_fold_functions  # type: ignor
 
 @contextlib.contextmanager
 def handling(handlers: Mapping[Any, Callable[..., Any]]) -> Iterator[None]:
-    """Context manager in which Dynamo captures calls of some functions by our handlers. `handlers` maps each function to its handler."""
+    """Context manager in which Dynamo captures a call of a function in `handlers` by running the handler that `handlers` maps it to."""
     table = torch_functions.TorchInGraphFunctionVariable._get_handlers()
     folded, before = dict(_FOLDED), {each: table[each] for each in handlers if each in table}
     for function in handlers:

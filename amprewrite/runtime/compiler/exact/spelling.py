@@ -160,7 +160,7 @@ _ROUNDED = (aten.add.Tensor, aten.sub.Tensor)
 
 
 def decompositions() -> dict[Any, Callable[..., Any]]:
-    """Return the decompositions for inductor: its own for the calls in DECOMPOSED, and ours for dropout and some backwards."""
+    """Return the decompositions for inductor: its own for DECOMPOSED, ours for dropout and for backwards of dropout, ReLU and slices."""
     table = select_decomp_table()
     own: dict[Any, Callable[..., Any]] = {
         aten.slice_backward.default: _slice_backward,
