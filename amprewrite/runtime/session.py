@@ -419,7 +419,7 @@ class Session(GraphRewriter):
         return rounded
 
     def generates(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AbstractContextManager[None]:
-        """Return the context manager for a call of `generate()`: its steps are captured with dynamic sizes, and may store KV caches in bf16."""
+        """Return the context manager for a call of `generate()`: its steps have dynamic sizes, and may store KV caches in bf16."""
         return self.state.generates(self.caches.of_call(self.policy.low, args, kwargs))
 
     # -- report the plan ---------------------------------------------------------------
