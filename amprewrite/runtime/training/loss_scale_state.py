@@ -19,9 +19,9 @@ _MAX_INT32, _MAX_INT64 = 2**31 - 1, 2**63 - 1
 OWN_KEY = "amprewrite"
 """Key of a state dict under which our own state is kept. GradScaler ignores it."""
 COUNTERS = 4
-"""Number of counters: steps, skipped steps, skipped steps in a row, steps since the last overflow."""
+"""Number of counters in a loss scale and in its saved state: steps, skipped steps, skipped steps in a row, steps since an overflow."""
 PRESETS: dict[str, dict[str, Any]] = {
-    # the default: torch's schedule with a floor, a cap, and a faster search if the first steps overflow
+    # the default: torch's schedule, with the default floor and cap, and with a faster search for the scale if the first steps overflow
     "auto": {"search_interval": 100},
     # torch/amp/grad_scaler.py: no bounds; the scale grows as long as the grown scale is finite
     "torch": {"floor": None, "cap": None},
@@ -38,7 +38,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     # megatron/core/optimizer/grad_scaler.py: no check that the grown scale is finite, hence the infinite cap
     "megatron": {"init": 2.0**32, "growth_interval": 1000, "floor": 1.0, "cap": math.inf, "hysteresis": 2},
 }
-"""Arguments of `DynamicLossScale` for each schedule, by name."""
+"""For each preset, by name: the arguments of `DynamicLossScale` that give its schedule. Other arguments keep their defaults."""
 _GRAD_SCALER_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
 
 
@@ -58,7 +58,7 @@ class LossScaleReport:
     skipped: int
     """Number of sets of optimizer steps that were skipped."""
     consecutive_skips: int
-    """Number of the latest sets of steps that were skipped in a row."""
+    """Number of sets of steps that were skipped in a row, up to the latest set. 0 if the latest set was not skipped."""
     last_overflow_step: int | None
     """Position of the last skipped set among all sets of steps, counted from 1; None if no set was skipped."""
     at_floor: bool
@@ -150,7 +150,7 @@ def reciprocal(scale: Tensor) -> Tensor:
 
 
 def host_numbers(*numbers: Tensor) -> tuple[float, ...] | None:
-    """Return the values of 0-dim CPU tensors, which need no host sync; None if a tensor is on another device or of a tensor subclass."""
+    """Return the values of 0-dim CPU tensors as Python numbers. None if a tensor is on another device (a host sync), or of a subclass."""
     for number in numbers:
         if type(number) is not Tensor or not number.is_cpu:
             return None

@@ -47,9 +47,9 @@ def find_nonfinite(params: Sequence[Tensor], noted: Sequence[Tensor] = (), besid
 
     Returns None if there are no gradients, and no other ranks to agree with. Raises PolicyError for an fp16 gradient: weights must be fp32.
 
-    Each rank checks its own shards. Then an all-reduce takes the maximum of the flags over all ranks that share `params`. Another one does
-    so over each process group in `beside`, whose ranks step other parameters at the same time. All ranks take part, even without gradients.
-    Unsharded gradients need no all-reduce: DDP averages them, so an infinity of one rank is on all ranks.
+    Each rank checks its own shards. Then an all-reduce over each process group takes the maximum of the flags of its ranks. All ranks take
+    part, even without gradients. The groups are all groups over which `params` are sharded, and the groups in `beside`, whose ranks step
+    other parameters at the same time. Unsharded gradients need none: DDP averages them, so all ranks have an infinity of one rank.
     """
     groups = dict[int, Group]()
     for group in beside:
@@ -78,10 +78,11 @@ def find_nonfinite(params: Sequence[Tensor], noted: Sequence[Tensor] = (), besid
 
 
 def found_after_backward(params: Sequence[Tensor], apart: bool) -> tuple[Tensor | None, Tensor | None]:
-    """Return two overflow flags for gradients of `params` on this rank: above 0 for inf or NaN, None if a flag covers no gradients.
+    """Check the gradients of `params` on this rank, and return two overflow flags: above 0 for inf or NaN, None without gradients to check.
 
-    On a single rank the first flag covers all gradients. If several ranks train, the first flag covers sharded gradients. The second covers
-    unsharded gradients, if `apart` is True and no CUDA graph is being recorded. Infinities in unsharded gradients become NaN, in place.
+    On a single rank the first flag covers all gradients, and the second is None. If several ranks train, the first flag covers sharded
+    gradients, and infinities in unsharded gradients become NaN, in place. The second flag then covers unsharded gradients, but only if
+    `apart` is True and no CUDA graph is being recorded.
     """
     dense: list[Tensor] = []
     kept = list(filter(_THERE, map(_GRAD, params)))
@@ -175,7 +176,7 @@ def sharing(params: Iterable[Tensor]) -> dict[int, dict[int, Group]]:
 
 
 def _groups_of(p: Tensor) -> dict[int, Group]:
-    """Return the process groups over which `p` is sharded: groups of the device mesh of a DTensor, or FSDP1's group of all ranks."""
+    """Return {id: `Group`} for the process groups over which `p` is sharded: a DTensor's mesh groups, or all ranks (id 0) for FSDP1."""
     if getattr(p, "_fsdp_flattened", False):
         return {0: (None, None)}
     mesh = getattr(p, "device_mesh", None)

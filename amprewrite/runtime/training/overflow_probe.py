@@ -2,10 +2,10 @@
 
 Nothing is checked until a step is skipped. Then:
 
-1. If the model is one graph, its inputs still exist, and its weights are not sharded, that graph runs once more, node by node,
-   without gradients. If the result of a node is not finite although its inputs are finite, it is an activation overflow.
-2. Otherwise the gradients of the skipped step are searched, in the order of the backward. The answer is the first parameter whose gradient
-   is not finite, and the node that reads this parameter.
+1. If the forward ran one graph without collectives, its inputs still exist, and its weights are not sharded, the graph runs once more,
+   node by node, without gradients. The answer is the first input, weight or result of a node that is not finite, if it reached an output.
+2. If this finds nothing, the gradients of the skipped step are searched, in the order of the backward. The answer is the first parameter
+   whose gradient is not finite, and the node that reads this parameter.
 3. From then on every forward runs node by node, and the gradients of its values are checked as well, until a step is clean. So the answer
    for the next skipped step is exact: bad inputs, an activation, a loss that is not finite, or a gradient.
 
@@ -57,8 +57,8 @@ class FirstNonFinite:
     """The first value of a training step that was inf or NaN: which kind of value it was, and where in the model."""
 
     kind: str
-    """Kind of the value: "input", "parameter", "activation", "loss", "gradient", or "seen" for the gradient of a parameter that was found
-    after the step."""
+    """Kind of the value: "input", "parameter", "activation", "loss", "gradient" or "seen". "seen" is the gradient of a parameter that was
+    found only after the step, when the other values of the step were unknown."""
     where: str
     """The place of the value, in words for a message."""
 
@@ -205,7 +205,7 @@ class _FiniteWatch(torch.fx.Interpreter):
         self.state: dict[torch.fx.Node, tuple[bool, bool]] = {}
         """(holds NaN, holds an infinity) for each node whose result is not finite."""
         self.causes: list[torch.fx.Node] = []
-        """Nodes whose result is not finite although no input or constant explains it, in the order in which they ran."""
+        """Nodes whose result holds NaN or an infinity that came from none of their inputs and constants, in the order in which they ran."""
 
     def run_node(self, n: torch.fx.Node) -> Any:
         result = super().run_node(n)

@@ -7,8 +7,8 @@ An overflow counts at every optimizer step until the training loop discards the 
 makes another optimizer. When a forward or a backward of the model begins, the gradients count as discarded
 
 1. if all of them are None;
-2. if all of them are zero, or if none is in the memory of a gradient of the latest step. This applies only to overflows that a step has
-   read: earlier, the loop itself may have replaced infinities by zeros. For zeros, a step of another optimizer of the model is enough.
+2. if all of them are zero, or if none is in the memory of a gradient of the latest step. This counts only once a step has read the
+   overflow: before, the loop may have replaced infinities by zeros itself. For zeros, a step of any optimizer of the model is enough.
 
 The begin and the end of a backward are noticed as follows:
 
@@ -47,7 +47,7 @@ MAX_CONSECUTIVE_SKIPS = 50
 
 @dataclass(frozen=True)
 class Stuck:
-    """Values for the error after too many overflowed steps in a row. They show the likely cause. A field `…_finite` is None if unknown."""
+    """Facts for the error after too many skipped steps in a row. `diagnosis` infers the cause. A field `…_finite` is None if unknown."""
 
     scale: float
     floor: float
@@ -103,16 +103,16 @@ class StepRecord:
     """Called when the host learns that a step overflowed. For a fused optimizer this may be some steps later. Returns the place in the
     model where the overflow began, or None."""
     on_clean: Callable[[], None] | None = None
-    """Called after a step that overflowed, once the host knows that its optimizer, or another one twice, has stepped without overflow."""
+    """Called once after an overflow: when the host knows that the same optimizer has made a clean step, or another optimizer two."""
     on_stuck: Callable[[], bool] | None = None
     """Called before LossScaleError ends training. Returns True if it changed something that may help; then training continues."""
     _overflowed: set[int] = field(default_factory=set, init=False)
-    """Ids of the optimizers that have stepped since the latest overflow and of its own; empty once a set of steps was clean."""
+    """Ids of the optimizer of the latest overflow and of optimizers that made a clean step since. Empty again when `on_clean` is called."""
     _facts: dict[str, bool | Tensor] = field(default_factory=dict, init=False)
     _stepped: bool = field(default=False, init=False)
     """True if an optimizer of the model has stepped since the latest backward."""
     use: ScaleUse = field(init=False)
-    """Decides which forwards use the loss scale. `use.unscaled` is True if a step now would use gradients of a forward that used 1."""
+    """Decides which forwards use the loss scale, and which use 1. `use.unscaled`: gradients of a forward that used 1 await a step."""
 
     def noted(self, optimizer: Optimizer) -> Noted:
         """Return the object that holds the overflow flags of the gradients of `optimizer`.
@@ -246,11 +246,11 @@ _MOST = 64
 _MOST_FLAGS = 16
 """Largest number of backward passes whose overflow flags are kept as separate tensors. Further flags are merged into one."""
 _MOST_SETS = 2
-"""Number of later steps, each after a new backward, at which the overflow of a skipped step counts again while its gradients exist. Without
-this limit, all steps would be skipped in a loop that discards gradients between forward and backward, where no code of ours runs."""
+"""After a skipped step, its overflow counts again at up to this many later steps while its gradients exist. Only steps after a new backward
+are counted. Without this limit, a loop that discards gradients between forward and backward, unseen by our code, would skip all steps."""
 _SAMPLE = 16
-"""If the host has not read the overflow flag of a step, about this many of its gradients are watched for being discarded. If the step is
-known to have overflowed, all are watched."""
+"""After a step whose overflow flag the host has not read, about this many of its gradients are watched, to notice when the loop discards
+them. If the step is known to have overflowed, all are watched."""
 
 
 class BackwardEnd:
@@ -307,14 +307,14 @@ class Noted:
         self._flags: list[Tensor] = []
         """Overflow flags of backward passes that no optimizer step has read yet."""
         self._apart: Tensor | None = None
-        """Overflow flag of unsharded gradients at the end of the latest backward, if several ranks train. A step finds NaN there itself, so
-        the flag is None if a step came between this backward and the one before."""
+        """If several ranks train: overflow flag of unsharded gradients after the latest backward. Only `began` reads it, since a step finds
+        the NaN in these gradients itself. None if that backward is the first since a step."""
         self._heard: Tensor | None = None
         """Overflow flag of the latest step, if it may have been skipped and its gradients may still exist; otherwise None."""
         self._there: dict[int, StorageWeakRef] = {}
         """Weak references to the memory of the gradients at the latest step, or at the end of a later backward. Keys are addresses."""
         self._sets = 0
-        """Number of steps since `_heard` was set. A step counts only if a backward ended since the step before it."""
+        """Number of steps since the flag `_heard` was first set. A step counts only if a backward ended since the step before it."""
         self._ended = False
         """True if a backward has ended since the latest step."""
         self._place: Tensor | None = None
@@ -374,7 +374,7 @@ class Noted:
     def due(self, params: Iterable[Tensor]) -> list[Tensor]:
         """Return the overflow flags that decide if an optimizer step of `params` is skipped: 0-dim fp32 tensors, above 0 for an overflow.
 
-        They include the flag of an earlier step, if gradients of that step still exist. If none exists, that flag is dropped.
+        Flags of backward passes are forgotten here. The flag of an earlier step is returned, and kept, while gradients of that step exist.
         """
         flags = self._unheard()
         if self._heard is not None:

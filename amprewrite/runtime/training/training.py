@@ -61,9 +61,9 @@ class StepGate(StepRecord):
     adopt: bool = field(default=True, init=False)
     """True if this object searches for optimizers of its model; False once the model is no longer rewritten."""
     _stray: bool = field(init=False)
-    """True if there may be a parameter with gradients that no known optimizer owns."""
+    """True if there may be a parameter that requires gradients and that no known optimizer owns."""
     _strays: frozenset[int] = field(init=False)
-    """Ids of the parameters with gradients that no known optimizer owned at the end of the latest backward that looked for them."""
+    """Ids of the parameters that require gradients and that no known optimizer owned when a backward last looked for such parameters."""
     _known: set[int] | None = field(init=False)
     """Ids of all parameters of known optimizers; None until they are needed in the current forward."""
 
@@ -153,7 +153,7 @@ class StepGate(StepRecord):
         return len(self._guarded) > 0
 
     def await_backward(self, results: Iterable[Any], learning: Sequence[int] = ()) -> None:
-        """Check gradients for overflow at the end of each backward through one of `results`.
+        """Hook `results`, so that gradients are checked for overflow at the end of each backward through one of them.
 
         `learning`: ids of the parameters that require gradients and that the results depend on.
         """
@@ -280,8 +280,8 @@ class StepGate(StepRecord):
 
 
 _BEFORE_STEPS = StepListeners(register_optimizer_step_pre_hook)
-"""Functions that a global hook of PyTorch calls before each optimizer step. A StepGate uses one to guard an optimizer that it did not know.
-The hooks that it adds then run before the same step."""
+"""Functions that a global hook of PyTorch calls before each step of any optimizer. Each StepGate has one, which guards the optimizer if it
+owns parameters of the model and is not guarded yet. The hooks that this adds to the optimizer run before the same step."""
 
 
 class _Thread(threading.local):
@@ -347,6 +347,6 @@ class Training:
             self._thread.scale = None
 
     def await_backward(self, results: Any) -> None:
-        """Check gradients for overflow at the end of each backward through `results`, the results of a call of the model."""
+        """Hook the `results` of a call of the model, to check gradients for overflow at the end of each backward through them."""
         if torch.is_grad_enabled() and self.loss_scale.enabled:
             self.gate.await_backward((results,) if isinstance(results, torch.Tensor) else tree_leaves(results))

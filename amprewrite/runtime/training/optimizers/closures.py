@@ -5,9 +5,9 @@ There are two kinds of optimizers:
 1. `step` calls the closure before it does anything else. Then the closure runs before the step begins, its gradients are checked, and the
    step gets the result of the closure. A step that overflows is skipped like a step without a closure.
 2. `step` may read gradients or change weights before it calls the closure (SAM, MeZO, extragradient), or call it several times (LBFGS). So
-   the closure runs when the step calls it. If gradients overflow, all are set to zero, so that no later forward of this step runs on NaN
-   weights and keeps NaN statistics; zeros also end a line search. When the step has ended, its changes are undone: the optimizer's weights,
-   state and settings are restored from copies that are made before each step.
+   the closure runs when the step calls it. If gradients overflow, all are set to zero. Otherwise a later forward of this step would run on
+   NaN weights, and leave NaN in running statistics. Zeros also end a line search. After the step, its changes are undone: the optimizer's
+   weights, state and settings are restored from copies that are made before each step.
 
 The kind is found in the source code of `step`. An optimizer without source code is of the second kind.
 """
@@ -145,8 +145,8 @@ class _Start:
     @torch.no_grad()
     def restore(self) -> None:
         hooks = self.attributes.get("_optimizer_step_pre_hooks", ())
-        if len(hooks) < 2:  # no pre-hook but ours: drop attributes that the step added, since its gradients were zero or its loss infinite
-            self.optimizer.__dict__.clear()  # with other pre-hooks keep all attributes: a pre-hook may have added one for a post-hook
+        if len(hooks) < 2:  # no pre-hook but ours: delete attributes that the step added, computed from zero gradients or an infinite loss
+            self.optimizer.__dict__.clear()  # kept with other pre-hooks: one of them may have added an attribute for a post-hook
         self.optimizer.__dict__.update(self.attributes)
         for value, copied in self.kept.values():
             if isinstance(value, Tensor):
@@ -166,7 +166,7 @@ def _with_inner(optimizer: Optimizer, seen: frozenset[int] = frozenset()) -> Ite
                 yield from _with_inner(each, seen)
 
 
-# -- the kind of an optimizer, by the source of its step --------------------------------------------
+# -- which of the two kinds (see the top of the file) an optimizer is, according to the source code of its `step` --
 def guarded_closure(optimizer: Optimizer, closure: Callable[..., Any], look: Look) -> Evaluated | Checked:
     """Wrap the `closure` of an optimizer step so that the gradients it computes are checked. `look` returns their overflow flag.
 

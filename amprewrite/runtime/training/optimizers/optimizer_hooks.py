@@ -47,7 +47,7 @@ from amprewrite.tables.errors import AmpRewriteWarning, PolicyError
 
 _SAVES = "_optimizer_state_dict_post_hooks"
 _FUSED = operator.methodcaller("get", "fused", True)
-"""Tells if a parameter group is stepped by the fused kernel. A checkpoint may bring groups that are not."""
+"""Returns the setting "fused" of a parameter group; True if it has none. A loaded checkpoint may have set it to False in some groups."""
 
 
 def guard_of(optimizer: Optimizer) -> Guard:
@@ -160,7 +160,7 @@ class Guard:
         return find_nonfinite(params, noted, self._beside)
 
     def gates(self) -> list[StepRecord]:
-        """Return the StepRecords of models that still exist and whose loss scale is enabled."""
+        """Return the StepRecords of the models that still exist and whose loss scale is enabled."""
         found = []
         for ref in self._refs:
             gate = ref()
@@ -174,7 +174,7 @@ class Guard:
 
         PyTorch calls this hook with the arguments of `step`. The hook returns new (args, kwargs) for the step, or None to keep them. A
         step is skipped in one of three ways: the hook puts a stand-in without parameters into `args`, `after` undoes the step, or a fused
-        kernel reads `found_inf`. A wrapper that checks gradients replaces a closure. Raises LossScaleError if a GradScaler makes the step.
+        kernel reads `found_inf`. A closure is wrapped to check its gradients. Raises LossScaleError if a GradScaler makes the step.
         """
         gates, frames = self.gates(), frames_of_step(optimizer)
         if not (gates and frames):
@@ -225,9 +225,9 @@ class Guard:
 
     @torch.compiler.disable
     def after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Undo a step that had to be skipped, or whose closure gave gradients that overflowed: restore weights and state (`rewind`).
+        """Undo a step that ran although gradients overflowed (`Idle`, `Checked`): restore weights and state. PyTorch calls it after `step`.
 
-        Also deletes the `found_inf` that `before` set on the optimizer, and reports the result of a closure to the models' StepRecords.
+        Also deletes the `found_inf` that `before` set on the optimizer, and reports a step with a closure to the models' StepRecords.
         """
         if self._found is None and self._closure is None and self._idle is None:
             return
@@ -274,10 +274,10 @@ class Guard:
             gate.stepped(optimizer, overflow)
 
     def _skips_by_itself(self, optimizer: Optimizer) -> bool:
-        """True if the kernel of a fused optimizer may skip a step: if there is state already for all parameters with gradients.
+        """True if a fused optimizer's kernel can skip the step without harm: all parameters with gradients have optimizer state already.
 
-        Without state, a skipped first step would still create it. torch's fused SGD would even leave the momentum uninitialised:
-        torch/optim/sgd.py makes it with `empty_like`.
+        Groups with momentum=0 need no state. A skipped first step would create state all the same. torch's fused SGD would even leave the
+        momentum uninitialised: torch/optim/sgd.py makes it with `empty_like`.
         """
         active = [p for group in optimizer.param_groups if group.get("momentum") != 0 for p in group["params"] if p.grad is not None]
         seen = (id(optimizer.state), len(optimizer.state), tuple(map(id, active)))
@@ -320,7 +320,7 @@ _ANSWER = "_is_overflow"
 """Attribute of an optimizer's wrapper, such as accelerate's, that says whether the latest step was skipped."""
 _MOST_WRAPPERS = 5
 _MOST = 12
-"""Largest number of stack frames that are searched for the frame of the step, and then for callers of the step."""
+"""Largest number of stack frames that are searched for the frame of `step`. As many more are searched for its callers."""
 
 
 def frames_of_step(optimizer: Optimizer) -> list[FrameType]:
@@ -369,7 +369,7 @@ def tell(wrapper: Any, skipped: bool) -> None:
 
 
 KEY = "amprewrite_loss_scale"
-"""Key in the first parameter group of an optimizer's state_dict. Its value is the list of states of loss scales."""
+"""Key in the first parameter group of an optimizer's state_dict. Its value is a list: the state_dict of each model's loss scale."""
 
 Brought = tuple["weakref.ref[Optimizer]", Any]
 _BROUGHT: weakref.WeakKeyDictionary[LossScale, Brought] = weakref.WeakKeyDictionary()

@@ -50,7 +50,7 @@ _METHODS = ("step", "apply_gradients", "apply")
 
 
 class UnscaledBackwards:
-    """Counts the backward passes of one model that give weights gradients without a loss scale."""
+    """Counts backward passes of one model in which weights got gradients that no loss scale had multiplied."""
 
     def __init__(self) -> None:
         self.warned = False
@@ -187,8 +187,8 @@ class GradScalers:
 def refuse_grad_scaler(optimizer: Optimizer, frames: list[FrameType], kwargs: dict[str, Any]) -> None:
     """Raise LossScaleError if a GradScaler steps `optimizer`.
 
-    `frames` are the stack frames of its `step` and of the callers, `kwargs` the keyword arguments of the step. The scaler sets `found_inf`
-    on an optimizer that skips steps by itself. For other optimizers the scaler is found among the callers only.
+    `frames` are the stack frames of `step` and of its callers, `kwargs` the keyword arguments of `step`. A GradScaler sets `found_inf`
+    on an optimizer that skips steps by itself, or passes itself to it as `grad_scaler`. Otherwise it is found among the callers only.
     """
     scaler = hasattr(optimizer, "found_inf") or "grad_scaler" in kwargs
     for frame in frames:
