@@ -53,7 +53,7 @@ class Device:
 
 
 GPUS: list[Device] = []
-"""The rows for single models of GPUs, oldest first."""
+"""The rows of NVIDIA's GPU models, such as A100, oldest first. `_gpu` appends them."""
 
 
 def _gpu(name: str, fp32: float, tf32: float, low: float, bandwidth: float, *low_formats: str, fp8: float = 0) -> Device:
@@ -125,13 +125,13 @@ def device_row(device: str | torch.device) -> Device:
 
 
 def best_format(device: str | torch.device | Device) -> Format | None:
-    """Return the best low format for `device`, the first in its table row; None if low precision gains nothing on it."""
+    """Return the best low format (bf16 or fp16) for `device`: the first in its table row. None if low precision gains nothing there."""
     formats = (device if isinstance(device, Device) else device_row(device)).low_formats
     return FORMATS[formats[0]] if formats else None
 
 
 def fp32_rate(row: Device, convolution: bool) -> str:
-    """Return the format in which `row` multiplies fp32 values under torch's present settings: "tf32" or "fp32".
+    """Return the format in which the device `row` multiplies fp32 matrices under torch's present settings: "tf32" or "fp32".
 
     `convolution` selects cuDNN's setting for convolutions instead of the setting for matrix products.
     """

@@ -8,8 +8,8 @@ y = x · wᵀ is three GEMMs. Each GEMM reads two matrices, a and b, and returns
     grad_in      g   wᵀ   g · w, the gradient of x; g is the gradient of y
     grad_weight  gᵀ  xᵀ   gᵀ · x, the gradient of w
 
-So a GEMM reads x, w or g as stored ("straight") or transposed ("turned"). Scales of rows belong to the rows of the matrix as the GEMM
-reads it. The limits below are CUDA's, from ATen/native/cuda/ScaledBlas.cpp. A CPU has fewer limits.
+So a GEMM reads x, w or g as stored ("straight") or transposed ("turned"). If each row has a scale, rows are meant as the GEMM reads the
+matrix. `ALIGNMENT` is CUDA's limit, from ATen/native/cuda/ScaledBlas.cpp. A CPU has fewer limits.
 """
 
 from __future__ import annotations
@@ -147,10 +147,10 @@ READS = {OUT: ((X, STRAIGHT), (W, STRAIGHT)), GRAD_IN: ((G, STRAIGHT), (W, TURNE
 """For each GEMM: the two matrices that it reads, as (role, layout)."""
 TENSOR, ROWS = "tensor", "rows"
 BASE = BF16
-"""The low format of products that may run in fp8. Operands, from which the fp8 copies are made, and results are in this format."""
+"""The low format of products that may run in fp8: operands have it before fp8 copies are made of them, and results have it."""
 FP8 = "fp8"
 WIDE = "wide"
-"""The user's word for products that multiply operands in `BASE` and return fp32."""
+"""The word in `overrides=` for products that multiply operands in `BASE` (bf16) and return fp32."""
 SMALLEST = 1e-12
 """Lower limit of amax, the largest magnitude of a tensor or row, so that a tensor of zeros has a finite scale, too."""
 ALIGNMENT = E4M3.pad_multiple
@@ -167,11 +167,11 @@ class Recipe:
     gradient: Format
     """fp8 format of g, the gradient of the result. x and w are always in e4m3."""
     rows: tuple[tuple[str, str], ...] = ()
-    """Matrices, as (role, layout), that have a scale for each row. All other matrices have one scale for the whole tensor."""
+    """Matrices with a scale for each row, as (role, layout), such as ("w", "straight"). All other matrices have one scale."""
     power_of_two: bool = False
     """True if scales are rounded down to powers of two, so that multiplying by a scale causes no rounding error."""
     fast: tuple[str, ...] = (OUT,)
-    """GEMMs whose sums a GPU may accumulate with fewer bits. By default only the GEMM of the forward."""
+    """GEMMs in which a GPU may use fast accumulation: it keeps fewer bits of partial sums. By default only the GEMM of the forward."""
 
     def format(self, role: str) -> Format:
         """Return the fp8 format of the matrix with this role: "x", "w" or "g"."""
@@ -185,7 +185,7 @@ class Recipe:
         return ROWS if (role, way) in self.rows else TENSOR
 
     def pair(self, gemm: str) -> str:
-        """Return the formats of both operands of a GEMM as text, such as "e5m2 x e4m3"."""
+        """Return the fp8 formats of both operands of a GEMM ("out", "grad_in" or "grad_weight") as text, such as "e5m2 x e4m3"."""
         return " x ".join(self.format(role).name for role, _ in READS[gemm])
 
 

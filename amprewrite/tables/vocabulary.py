@@ -1,4 +1,4 @@
-"""Enums that all of amprewrite shares: kinds of ops, edits of a graph, colours (precisions) of nodes and their reasons, `Held`."""
+"""Shared enums: kinds of ops, edits of ops, colours (precisions) of nodes, reasons of colours, precisions under torch.autocast."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class OpKind(Enum):
 
 
 class Edit(Enum):
-    """The kinds of changes that the rewrite makes to single ops, other than casts and pads."""
+    """The changes to single ops that a plan can list, in addition to casts and to pads for Tensor Cores."""
 
     DROP_CAUSAL_MASK = "drop causal mask"
     DROP_FULL_MASK = "drop full mask"

@@ -62,11 +62,11 @@ def check_freezable(model: nn.Module) -> None:
 
 
 def freeze_weights(model: nn.Module, reads: Iterable[Reads], shared: bool) -> tuple[str, ...]:
-    """Replace, in place, the parameters of `model` by the copies that its graphs read. `reads` says for each graph how it reads weights.
+    """Replace each parameter of `model`, in place: by its low copy if graphs read just one, otherwise by a new one of the same values.
 
-    If another model has the same parameters and buffers (`shared`), `model` gets copies of its buffers and of values that stay fp32. These
-    copies take additional memory as long as the other model exists. Returns the names of the parameters that stay fp32 and required
-    gradients until now.
+    `reads` says for each graph how it reads weights. If another model has the same parameters and buffers (`shared`), buffers and values
+    that stay fp32 are copied. The copies take additional memory as long as the other model exists. Returns the names of the parameters
+    that get no low copy and required gradients until now.
     """
     weights = dict(named_parameters_in(model, remove_duplicate=False))
     wanted: dict[int, set[Copy | None]] = {id(each): set() for each in weights.values()}
@@ -104,9 +104,9 @@ def _copy_of(weight: Tensor, wanted: set[Copy | None]) -> Copy | None:
 
 
 def _whole_storages(weights: Iterable[Tensor], copies: dict[int, Copy]) -> dict[int, Copy]:
-    """Return `copies` (id of a weight → low copy) without weights that share memory with other weights.
+    """Return `copies` (id of a weight → low copy) without the weights that share memory with another weight.
 
-    Dropping the fp32 values of such a weight would free nothing, because the other weight keeps the memory.
+    Freezing such a weight would free no memory, because the other weight keeps the fp32 values.
     """
     by_storage: dict[int, list[Tensor]] = {}
     for weight in {id(each): each for each in weights}.values():
@@ -116,9 +116,9 @@ def _whole_storages(weights: Iterable[Tensor], copies: dict[int, Copy]) -> dict[
 
 
 def _frozen(weight: Tensor, copy: Copy, values: Tensor, high: bool) -> FrozenWeight:
-    """Return a frozen weight that stores the `values` of `weight`, cast and padded as `copy` (dtype, layout) says.
+    """Return a frozen weight: it stores `values`, the values of `weight`, cast to the dtype of `copy` and padded to its layout.
 
-    It has the attributes of `weight`. If `high`, it also keeps `values` themselves, which are fp32.
+    It has the attributes of `weight`. If `high` is True, it also keeps the fp32 `values`.
     """
     with torch.no_grad(), torch.inference_mode(False):
         stored = pad_cast(values, *copy).requires_grad_(weight.requires_grad)
@@ -206,7 +206,7 @@ def _source(names: list[str], weight: Tensor, values: Mapping[str, Any] | None) 
     return found
 
 
-# -- calls ----------------------------------------------------------------------------------
+# -- checks in calls of a frozen model --------------------------------------------------------
 def refuse_training(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     """Raise PolicyError if a frozen model is called as in training: in training mode, with grad mode on.
 
@@ -286,15 +286,15 @@ def frozen_weights_note(model: nn.Module) -> str:
     return f"{FROZEN}{len(frozen)} of {len(every)} weights are stored low{beside}; they hold {held:,} bytes instead of {before:,}"
 
 
-# -- state dicts ----------------------------------------------------------------------------
+# -- state dicts of a frozen model ------------------------------------------------------------
 def brings_fp32(model: nn.Module, state: Mapping[str, Any]) -> bool:
-    """True if `state` has a frozen weight in another dtype than the state dict of `model` would, for example in fp32 instead of bf16."""
+    """True if a frozen weight has another dtype in `state` than in a state dict of `model`, for example fp32 instead of bf16."""
     frozen = frozen_in(model)
     return any(name in state and getattr(state[name], "dtype", None) != each.low_dtype for name, each in frozen.items())
 
 
 def not_brought(model: nn.Module, state: Mapping[str, Any]) -> set[str]:
-    """Return the names of the frozen weights of `model` that `state` lacks: it has no tensor of the same shape under any of their names."""
+    """Return the names of frozen weights that the state dict `state` lacks: it has no tensor of their shape under any name of theirs."""
     frozen = frozen_in(model)
     brought = {id(each) for name, each in frozen.items() if getattr(state.get(name), "shape", None) == each.shape}
     return {name for name, each in frozen.items() if id(each) not in brought}

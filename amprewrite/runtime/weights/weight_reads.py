@@ -46,14 +46,14 @@ class WeightReads:
     low: frozenset[str] = frozenset()
     full: frozenset[str] = frozenset()
     copies: Mapping[str, frozenset[Copy | None]] = field(default_factory=dict)
-    """The low copies that the graph makes of each weight. A set contains None if the graph reads the weight in fp32.
+    """{path of a weight: the low copies (dtype, layout) that the graph makes of it, and None if the graph also or only reads it in fp32}.
 
-    A tied weight is listed under one name.
+    A tied weight is listed under one of its paths.
     """
 
 
 class RoundedRead(CaptureError):
-    """Raised if code may need fp32 values of a weight that is rounded: after `gather_low`, FSDP2 gathers weights in the low format.
+    """Raised if code may read a weight in fp32 although `gather_low` makes FSDP2 gather this weight in the low format, that is, rounded.
 
     The checks of `ReadChecks` raise it. Captured graphs stay valid.
     """
@@ -70,8 +70,8 @@ class ReadChecks:
     """Functions called before a graph runs. Arguments: how it reads weights, and the name of its code. They raise RoundedRead if the graph
     must not run."""
     calls: tuple[Callable[[str, str, bool], None], ...] = ()
-    """Functions called after a call of a module. Arguments: its path, its name for messages, and True if one graph of the module's whole
-    forward ran in the call. They raise RoundedRead if the call may have read rounded weights in fp32."""
+    """Functions called after a call of a module. Arguments: its path, its name for messages, and True if the module's whole forward ran as
+    one graph in the call. They raise RoundedRead if the call may have read rounded weights in fp32."""
 
 
 def weight_reads(emitted: Emitted, inputs: Sequence[Any], root: nn.Module) -> WeightReads:
@@ -105,7 +105,7 @@ class Known:
     """The path of the weight in the model, by which its present value is found."""
     fit: Fit
     reference: weakref.ref[Tensor] | None = None
-    """A weak reference to the weight, if the model has no such weight at the path `name`; otherwise None."""
+    """A weak reference to the weight, if `name` is not its path in the model, so that it cannot be found by name; otherwise None."""
     bounds: frozenset[Fit] = BOUNDS
     """The misfits (too large, or all flushed to zero) that keep an op that reads the weight in fp32."""
 
@@ -119,9 +119,9 @@ class Known:
 
 
 def known_weights(captured: Captured, inputs: Sequence[Any], root: nn.Module) -> list[Known]:
-    """Return the weights among the `inputs` of a captured graph whose fit to the low format `moved` must check again later.
+    """Return the weights among the `inputs` of a captured graph that `moved` must check again later: do they still fit the low format?
 
-    A weight is left out if no op's format depends on its fit, or if its largest value is not in `captured.problem.magnitudes`.
+    A weight is left out if no op's format depends on this, or if its largest value is not in `captured.problem.magnitudes`.
     """
     sizes, low = captured.problem.magnitudes, captured.problem.policy.low
     own = weights_by_path(root)
@@ -135,9 +135,9 @@ def known_weights(captured: Captured, inputs: Sequence[Any], root: nn.Module) ->
 
 
 def _bounds(captured: Captured, name: str) -> Iterator[Fit]:
-    """Yield the misfits, too large or all flushed to zero, because of which an op that reads the weight `name` would stay fp32.
+    """Yield the misfits (`Fit.TOO_LARGE`, `Fit.FLUSHED`) that would keep an op that reads the weight `name` in fp32.
 
-    Ops in the body graphs of checkpoints count as well.
+    Ops in the body graphs of checkpoints count as well. A misfit may be yielded several times.
     """
     for reader in captured.problem.graph.readers(name):
         node = captured.nodes[reader.name]

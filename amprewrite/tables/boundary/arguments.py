@@ -32,7 +32,7 @@ def shown(value: object, most: int = 80) -> str:
 
 
 def did_you_mean(word: str, known: Iterable[str], otherwise: str = "", *, likeness: float = 0.4, most: int = 3, scope: str = "") -> str:
-    """Return a question that names the words of `known` most similar to `word`, to end an error message; `otherwise` if none is similar.
+    """Return the end of an error message: a question that names the words of `known` most similar to `word`, or `otherwise` without any.
 
     At most `most` words are named, each after the prefix `scope`. Their similarity is at least `likeness`, a number from 0 to 1.
 
@@ -44,7 +44,7 @@ def did_you_mean(word: str, known: Iterable[str], otherwise: str = "", *, likene
 
 
 def names_module(pattern: str, path: str) -> bool:
-    """True if a shell pattern matches the path of a module, or of a module that contains it.
+    """True if the shell pattern `pattern` matches the module path `path`, or the path of a module that contains this module.
 
         >>> names_module("encoder.*", "encoder.layer.0"), names_module("layer", "encoder.layer.0")
         (True, False)
@@ -54,7 +54,7 @@ def names_module(pattern: str, path: str) -> bool:
 
 
 def refuse_unmatched(option: str, scope: str, patterns: Mapping[str, str], names: Iterable[str]) -> None:
-    """Raise PolicyError, with similar names, if a pattern in the option `option` matches none of `names`.
+    """Raise PolicyError, which suggests similar names, if a pattern in the option `option` matches none of `names`.
 
     `scope`: "module" if `names` are paths of modules, "node" if they are names of nodes. `patterns` maps each key that the user wrote to
     its pattern, for example {"module:head": "head"}.

@@ -114,7 +114,7 @@ def cannot_write(path: Any, error: OSError) -> EmitError:
 
 # -- targets -----------------------------------------------------------------------------
 def resolved(path: Any) -> Path:
-    """Return the regular file that `path` names, existing or not, with symbolic links followed.
+    """Return the path of the regular file that `path` names, with symbolic links followed. The file need not exist yet.
 
     Raises PolicyError if `path` is no path, and EmitError if its folder is missing or the thing at `path` cannot be replaced by a file.
     """
@@ -190,9 +190,9 @@ def _opened(folder: Path) -> Iterator[int]:
 
 @contextlib.contextmanager
 def alone_in(folder: Path) -> Iterator[None]:
-    """Let one process and thread at a time run the `with` block for `folder`; others wait. Raises EmitError after PATIENCE seconds.
+    """Lock `folder` during the `with` block: other threads and processes wait at their blocks. Raises EmitError after PATIENCE seconds.
 
-    On Windows, and on file systems without locks, nobody waits.
+    On Windows, and on file systems without locks, nothing is locked.
     """
     if fcntl is None:
         yield
@@ -207,7 +207,7 @@ def alone_in(folder: Path) -> Iterator[None]:
                 if time.monotonic() > until:
                     raise EmitError(f"{folder} is in use by another writer; try again when it is done") from None
                 time.sleep(0.005)
-            except OSError:  # a file system without locks: nobody waits
+            except OSError:  # a file system without locks: go on without one
                 break
         try:
             yield

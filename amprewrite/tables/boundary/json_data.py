@@ -36,7 +36,7 @@ def read_json(text: str) -> Any:
 
 
 def build(kind: Any, data: Any, where: str = "", names: frozenset[Any] = frozenset()) -> Any:
-    """Return parsed JSON `data` as a value of type `kind`. Raises BadData if it does not fit.
+    """Convert parsed JSON `data` to a value of the type `kind`, such as a dataclass. Raises BadData if it does not fit the type.
 
     `where` is the path to `data` in the document, for errors. Enum members are given by value, or by name if `names` holds their class.
     """

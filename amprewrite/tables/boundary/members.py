@@ -1,9 +1,9 @@
 """Functions that list all modules, parameters and buffers of a user's module.
 
 A class may override `named_parameters` with another signature, or leave out some parameters, as loss modules with target networks do. So
-these functions first find all registered members of the modules that `named_modules` lists, in PyTorch's order. As in PyTorch, a member
-with several names is yielded once if `remove_duplicate` is True. The functions take a fifth of the time of PyTorch's methods, which pass
-each module through one generator for each module above it.
+these functions first find all parameters or buffers that are registered in the modules of `named_modules`, in PyTorch's order. As in
+PyTorch, a member with several names is yielded once if `remove_duplicate` is True. The functions take a fifth of the time of PyTorch's
+methods, in which each module passes through one generator for each module above it.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def _members(model: nn.Module, table: str, method: str, remove_duplicate: bool) 
 
 
 def _registered(model: nn.Module, table: str, remove_duplicate: bool) -> tuple[list[tuple[str, Any]], set[int]]:
-    """Return two items: a list of (name, member) for each member that `model` or a module in it registers, and the set of their ids.
+    """Return a list of (name, member) for the parameters or buffers of `model` and of its submodules, and the set of the members' ids.
 
     `table` is the attribute that holds a module's members, such as "_parameters". With `remove_duplicate` a shared member is listed once.
     """

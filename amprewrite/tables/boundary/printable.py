@@ -1,6 +1,6 @@
 """Make text safe to print, make consoles that print text unchanged, and show progress bars on terminals and in notebooks.
 
-Names from files may hold control characters, or characters that no encoding can write. `fragment` makes the HTML of a report in a notebook.
+Names from files may hold control characters, or characters that no encoding can write. `fragment` returns text and a table as HTML.
 
 The library rich is imported inside the functions that need it. Its import draws random numbers, and a rewrite must not change the state of
 Python's generator.

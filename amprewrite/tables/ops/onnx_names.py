@@ -14,7 +14,7 @@ FLOW = {"If", "Loop", "Scan"}
 QUANTISED = {"QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear"}
 PLACES = {"ConstantOfShape": (0,), "Scatter": (1,), "ScatterElements": (1,), "ScatterND": (1,), "Pad": (1, 3), "CenterCropPad": (1,)}
 PLACES |= {"Resize": (1, 2, 3), "Upsample": (1,)}
-"""Positions of the operands that say where the numbers of a result go, by op type: a shape, sizes, or indices."""
+"""For each op type: positions of the operands that hold a shape, sizes or indices. Their numbers do not enter the numbers of the result."""
 
 VOCABULARY: dict[str, str] = {
     # matrix products
@@ -57,18 +57,18 @@ VOCABULARY: dict[str, str] = {
 POWERS = {0.5: "sqrt", -0.5: "rsqrt", -1.0: "reciprocal", 1.0: "alias", 2.0: "square", 3.0: "square"}
 """Constant exponent of a Pow → name of the op that the Pow is treated as."""
 SIDE_FOLLOWS = {"Pow", "BatchNormalization", "Attention", "RMSNormalization"}
-"""Ops whose further float operands get the format of the result. The schemas allow mixed types, but kernels for them are rare."""
+"""Ops whose other float operands get the format of the result. Their schemas allow mixed types, but kernels for mixed types are rare."""
 ROUNDS_NOTHING = FLOW | {"Identity", "Reshape", "Transpose"}
 """Op types that round nothing themselves: their results are copies of values that other ops computed."""
 TYPED_BY_ATTRIBUTE = {"Cast", "Constant", "ConstantOfShape"}
-"""Op types that have an attribute for the type of their result, under various names. Ops with the attribute "dtype" are not listed."""
+"""Op types with an attribute that sets the type of the result, such as "to" of Cast. Ops with the attribute "dtype" are not listed."""
 
 BROADCASTS = "broadcast"
 """The attribute by which ops before opset 7 asked for broadcasting."""
 BY_ATTRIBUTE = {BROADCASTS, "axis", "consumed_inputs"}
-"""Attributes that later opsets dropped from ops with the attribute BROADCASTS: shapes determine broadcasting, or nothing read them."""
+"""Attributes that ops with the attribute BROADCASTS lost in later opsets. Shapes determine broadcasting now; nothing read the others."""
 NEUTRAL = {("Cast", "saturate")}
-"""(op type, attribute) of attributes that a later opset added with the old behaviour as default. `saturate` affects only casts to fp8."""
+"""(op type, attribute): a later opset added the attribute, and by its default the op computes as before. `saturate` affects only fp8."""
 
 DOMAIN = "com.microsoft"
 

@@ -96,7 +96,7 @@ _OPERATORS = {
     "concat": "list",
     "indexOf": "contains",
 }
-"""Python operator, such as `operator.truediv` or `__truediv__`, → its name in the vocabulary. Operators of the same name are left out."""
+"""Name of a Python operator, such as "truediv" → name in the vocabulary, such as "div". Operators whose names are the same are left out."""
 
 _REFLECTED = ("add", "and", "div", "floordiv", "lshift", "matmul", "mod", "mul", "or", "pow", "rshift", "truediv", "xor")
 _INPLACE = frozenset(
@@ -114,7 +114,7 @@ _PREFIXES = {
     "torch.distributed": "distributed_",
     "torch.nn.parallel": "parallel_",
 }
-"""Python module → prefix of the names of its functions in the vocabulary, since some of them have the name of another op."""
+"""Python module → prefix for its functions: `torch.masked.sum` is "masked_sum" in the vocabulary, because "sum" is another op."""
 
 
 def _operator_name(bare: str) -> str:
@@ -219,20 +219,20 @@ def _known(op: str) -> str:
 
 @dataclass(frozen=True)
 class OpLists:
-    """Op lists: the kind (allow, deny, ...) of each op, and the rule by which the kinds decide which ops run low and which in fp32."""
+    """Op lists: the kind (allow, deny, ...) of each op, and the rule that turns kinds into formats, low (bf16, fp16) or fp32."""
 
     name: str
     rule: Rule
     """"cost": the default planner. "tf": the rule of TensorFlow's grappler pass. "autocast": the rule of torch.autocast, op by op.
     "all-low": all ops low except denied ops."""
     kinds: Mapping[str, OpKind] = field(hash=False)
-    """Vocabulary name → kind. An op that is missing stays fp32; with the rule "autocast" it has the format of its inputs."""
+    """amprewrite's name of an op → kind. An op that is missing stays fp32; with the rule "autocast" it has the format of its inputs."""
     promote: frozenset[str] = frozenset()
     """For the rule "autocast": ops that run in the widest format of their inputs."""
     infer_after_allow: bool = True
     """For the rule "tf": whether an INFER op directly after an ALLOW op becomes low as well, as in TensorFlow since 2025."""
     asked: frozenset[str] = frozenset()
-    """Ops that a user put on their list (see `moved`). No fact about a single call changes the colour of such an op."""
+    """Ops whose kind the user has set (see `moved`). Repaint passes leave their colours alone; a missing low kernel still means fp32."""
 
     def kind(self, op: str) -> OpKind | None:
         """Return the kind of the op whose name or spelling is `op`; None if it is on no list."""

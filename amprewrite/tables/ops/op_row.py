@@ -109,7 +109,7 @@ class Op:
     spellings: tuple[str, ...] = ()
     """Other names of the same op among torch's functions, methods and overloads."""
     data: tuple[str, ...] = ()
-    """Names of the arguments whose dtype follows the op's colour; () for all floating point tensor arguments."""
+    """Names of the arguments whose dtype follows the op's colour (low or fp32). () means all floating point tensor arguments."""
     mixed_on: tuple[str, ...] = ()
     """Devices whose kernels accept low data together with fp32 arguments that are not in `data`. Elsewhere all are cast to one dtype."""
     summands: tuple[str, ...] = ()
@@ -122,10 +122,10 @@ class Op:
     low_backward: tuple[str, ...] = ()
     """Devices on which the backward of the op's low kernel adds up gradients in the low format. In training the op runs in fp32 there."""
     by_steps: tuple[str, ...] = ()
-    """Devices that run a recurrent layer as separate ops for each time step, so that every step reads the weights. `one_kernel` lists
-    exceptions."""
+    """Devices that run a recurrent layer as separate ops for each time step, so that every step reads the weights. Exceptions are listed
+    in `one_kernel`."""
     one_kernel: tuple[str, ...] = ()
-    """Devices and formats with one kernel for all time steps of a recurrent layer, if it has no projections and no sequence is packed."""
+    """Exceptions to `by_steps`, such as "cpu:bf16": one kernel runs all time steps, if there are no projections and no packed sequences."""
     uneven: tuple[str, ...] = ()
     """Devices whose low kernels round some elements of a tensor twice and others once, so that a row's result depends on its batch."""
     no_kernel: tuple[str, ...] = ()
@@ -145,8 +145,8 @@ class Op:
     """Effect of small operands. "pole": if flushed to zero, they give an infinity. "passes": a small operand gives a small result. "sums":
     the result is small only if all summands are small. "": none of these is known."""
     asks: bool = False
-    """True if the op queries a tensor, such as its shape, without reading its numbers. Queries that return tensors, such as `x.T`, return
-    the elements of their operand."""
+    """True if the op only asks about a tensor, such as for its shape, and reads no numbers. An attribute that is a tensor, such as `x.T`,
+    returns elements of its operand unchanged."""
     view: bool = False
     """True if the op moves no bytes, since its result usually shares the memory of its operand."""
     traits: frozenset[Trait] = frozenset()
@@ -154,7 +154,7 @@ class Op:
 
 
 def rows(kind: OpKind, why: str, *names: str, **fields: Any) -> Iterator[Op]:
-    """Yield one row for each of `names`, a string with a name and its other spellings. All other fields are the same in all rows."""
+    """Yield one row for each string in `names`: a name and other spellings of it, separated by spaces. The rows share all other fields."""
     for words in names:
         name, *spellings = words.split()
         yield Op(name, kind, why, spellings=tuple(spellings), **fields)

@@ -1,7 +1,7 @@
 """Compute the FLOPs of products of tensors from their shapes. A multiply and an add count as two FLOPs.
 
-A product of two operands multiplies once for every combination of indices of all their dims, and adds as often. If no dim is summed, as in
-an outer product, nothing is added. Such a product is no matrix product and counts as 0 FLOPs.
+A product of two operands takes one multiply and one add for every combination of indices of all their dims. If no dim is summed, as in an
+outer product, nothing is added. Such a product is no matrix product and counts as 0 FLOPs.
 """
 
 from __future__ import annotations
