@@ -145,6 +145,6 @@ def fp32_rate(row: Device, convolution: bool) -> str:
 
 
 def _cpu_has_bf16() -> bool:
-    """True if the CPU multiplies bf16 natively (AVX512-BF16 or AMX on x86)."""
+    """True if the CPU has AVX512-BF16, and so multiplies bf16 natively. x86 CPUs with AMX have it, too."""
     has = getattr(torch.cpu, "_is_avx512_bf16_supported", None)
     return bool(has and has())

@@ -27,7 +27,8 @@ from amprewrite.tables.errors import PolicyError
 class Format:
     """A floating point format.
 
-    `bytes` is the size of a value, `eps` the distance from 1.0 to the next value. `max` and the two fields `smallest_…` are magnitudes.
+    `bytes` is the size of a value, `eps` the distance from 1.0 to the next value. `max` is the largest number. `smallest_normal` and
+    `smallest_subnormal` are the smallest positive numbers, with all bits of precision and with fewer.
     """
 
     name: str
@@ -194,8 +195,8 @@ TENSORWISE = Recipe("tensorwise", GEMMS, E5M2)
 ROWWISE = Recipe("rowwise", GEMMS, E4M3, tuple((role, way) for role in ROLES for way in WAYS), power_of_two=True)
 """One scale for each row. So an outlier flushes small values only in its own row, not in the whole tensor."""
 SAFE = Recipe("rowwise, grad_weight in bf16", (OUT, GRAD_IN), E4M3, tuple((role, STRAIGHT) for role in ROLES), power_of_two=True)
-"""Like `ROWWISE`, but gradients of weights, which are sums over all tokens, are computed in bf16. The most exact recipe, and the fastest
-for layers of width 1,024."""
+"""Like `ROWWISE`, but gradients of weights, which are sums over all tokens, are computed in bf16, and the transposed w in "grad_in" has one
+scale. The most exact recipe, and the fastest for layers of width 1,024."""
 
 RECIPES = {recipe.name: recipe for recipe in (TENSORWISE, ROWWISE, SAFE)}
 

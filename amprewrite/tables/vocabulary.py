@@ -89,7 +89,7 @@ class Held(IntEnum):
 
 
 class Reason(Enum):
-    """Why a node has its colour (its precision); the text completes the sentence "NODE runs in COLOUR because …"."""
+    """Why a node has its colour (low, high or plain). Each value completes the sentence "NODE runs in COLOUR because …"."""
 
     ON_ALLOWLIST = "its op is on the allowlist"
     ON_DENYLIST = "its op is on the denylist"

@@ -66,7 +66,7 @@ class LossScaleReport:
     overflow_at: str | None
     """The place in the model where the last overflow began; None if there was none or it was not found."""
     withheld: float | None = None
-    """The scale of the schedule, if forwards use 1 instead because no optimizer of the model is known; otherwise None."""
+    """The scale that the schedule gives, while forwards use 1 in its place because no optimizer of the model is known; otherwise None."""
 
     def __str__(self) -> str:
         if self.kind == "none":
@@ -154,5 +154,5 @@ def host_numbers(*numbers: Tensor) -> tuple[float, ...] | None:
     for number in numbers:
         if type(number) is not Tensor or not number.is_cpu:
             return None
-    values: tuple[Any, ...] = tuple(map(Tensor.tolist, numbers))  # not `item`: dispatch modes see it and may report a host sync
+    values: tuple[Any, ...] = tuple(map(Tensor.tolist, numbers))  # not `item`: a TorchDispatchMode would see a host sync
     return values

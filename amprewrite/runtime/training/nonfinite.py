@@ -43,13 +43,13 @@ def params_of(optimizer: Optimizer) -> list[Tensor]:
 
 
 def find_nonfinite(params: Sequence[Tensor], noted: Sequence[Tensor] = (), beside: Iterable[Any] = ()) -> Tensor | None:
-    """Return the overflow flag of an optimizer step: above 0 if a gradient of `params` holds inf or NaN, or a flag in `noted` is above 0.
+    """Return the overflow flag of an optimizer step: above 0 if a gradient of `params` holds inf or NaN, or an earlier flag (`noted`) is.
 
     Returns None if there are no gradients, and no other ranks to agree with. Raises PolicyError for an fp16 gradient: weights must be fp32.
 
     Each rank checks its own shards. Then an all-reduce over each process group takes the maximum of the flags of its ranks. All ranks take
     part, even without gradients. The groups are all groups over which `params` are sharded, and the groups in `beside`, whose ranks step
-    other parameters at the same time. Unsharded gradients need none: DDP averages them, so all ranks have an infinity of one rank.
+    other parameters at the same time. DDP averages unsharded gradients, so they need no all-reduce.
     """
     groups = dict[int, Group]()
     for group in beside:
@@ -109,8 +109,7 @@ def infinities_to_nan(gradients: Iterable[Tensor]) -> None:
 
 
 def any_of(flags: Sequence[Tensor]) -> Tensor:
-    """Return the maximum of `flags`, 0 or 1, on the device of the first. A sum could exceed 1, and fused Adam subtracts the flag from its
-    step count."""
+    """Return the maximum of `flags` on the device of the first. No sum, which may exceed 1: fused Adam subtracts it from its step count."""
     where = flags[0].device
     return flags[0] if len(flags) == 1 else torch.stack([on_device(flag, where) for flag in flags]).amax()
 

@@ -42,7 +42,7 @@ from amprewrite.runtime.training.nonfinite import any_nonzero, any_of, found_aft
 from amprewrite.torch_internals.dispatch import call_after_backward, current_backward
 
 MAX_CONSECUTIVE_SKIPS = 50
-"""Default limit of skips in a row. It exceeds 46, the halvings from the highest initial scale, 2**32, to the default floor, 2**-14."""
+"""Default limit of skips in a row: more than the 46 halvings from the highest initial scale, 2**32, to the default floor, 2**-14."""
 
 
 @dataclass(frozen=True)
@@ -386,7 +386,7 @@ class Noted:
         return flags
 
     def heard(self, flag: Tensor, overflow: bool | None, params: Iterable[Tensor]) -> None:
-        """Record that an optimizer step has read all overflow flags. `params` are the parameters of the optimizer.
+        """Record that an optimizer step has read all overflow flags (see `due`). `params` are the parameters of the optimizer.
 
         `flag`: a tensor above 0 if the step overflowed. `overflow`: the same as a bool; None if the host has not read `flag`.
         """

@@ -144,7 +144,7 @@ class StepGate(StepRecord):
                 self.on_unscaled(weights)
 
     def knows_optimizer(self) -> bool:
-        """True if an optimizer of the model is known. Until then the first, second, fourth ... call searches the process for one."""
+        """True if an optimizer of the model is known. Until then the first, second, fourth ... call in grad mode searches for one."""
         if not self._guarded and self.adopt and self.loss_scale.enabled and torch.is_grad_enabled():
             self._unguarded += 1
             if self._unguarded & (self._unguarded - 1) == 0:

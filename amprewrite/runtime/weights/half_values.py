@@ -122,7 +122,7 @@ def conversion_warning(model: nn.Module) -> str:
 class TwoDtypes(Exception):
     """Raised at capture, to restart the call with fp32 copies of its half inputs.
 
-    The reason is an op that reads half and fp32 operands, or code that asks whether autocast is on: the answer is yes only for fp32 inputs.
+    The reason is an op that reads half and fp32 operands, or code that asks if autocast is on: capture answers yes only for fp32 inputs.
     """
 
 
@@ -246,7 +246,7 @@ def _counted(half: Tensor) -> Tensor:
 
 
 def note_half_inputs(error: Exception, model: nn.Module, inputs: Any) -> None:
-    """Add a note to `error` if an fp32 `model` got half `inputs`. A call that Dynamo failed to capture raised `error`."""
+    """Add a note to `error`, raised by a call that Dynamo failed to capture, if the fp32 `model` was called with half `inputs`."""
     if half_beside_fp32(model, inputs) and not hasattr(error, "__notes__"):
         half = {each.dtype for each in filter(is_half, _leaves(inputs))}
         formats = " and ".join(sorted(map(dtype_name, half)))

@@ -32,7 +32,7 @@ def shown(value: object, most: int = 80) -> str:
 
 
 def did_you_mean(word: str, known: Iterable[str], otherwise: str = "", *, likeness: float = 0.4, most: int = 3, scope: str = "") -> str:
-    """Return the end of an error message: a question that names the words of `known` most similar to `word`, or `otherwise` without any.
+    """Return the end of an error message: a question that names the words of `known` most similar to `word`; `otherwise` if none is.
 
     At most `most` words are named, each after the prefix `scope`. Their similarity is at least `likeness`, a number from 0 to 1.
 

@@ -225,7 +225,7 @@ def scratch_path(folder: Path) -> Path:
 
 @contextlib.contextmanager
 def scratch_folder(folder: Path) -> Iterator[Path]:
-    """Yield a new folder inside `folder`, which is removed after the block. Raises OSError if it cannot be made."""
+    """Make a new folder inside `folder`, yield its path, and remove it after the `with` block. Raises OSError if it cannot be made."""
     sweep(folder)
     made = scratch_path(folder)
     try:

@@ -131,8 +131,8 @@ TF_OPS: dict[str, str] = {
     "Where": "nonzero argwhere masked_select",
     "ZerosLike": "zeros_like",
 }
-"""TensorFlow op type → torch ops of this type, and torch ops that TensorFlow builds from ops of this type. Cast, and all torch ops that are
-missing here, are on none of TensorFlow's lists."""
+"""TensorFlow op type → torch ops of this type, and torch ops that TensorFlow builds from ops of this type. All other torch ops are on none
+of TensorFlow's lists, and neither are conversions (Cast)."""
 
 _TF_ALLOW = _words("Conv2D Conv2DBackpropInput Conv3D Conv3DBackpropInputV2 Einsum MatMul BatchMatMulV2")
 _TF_ALLOW_CUDA_FP16 = _words("CudnnRNNV3 GRUBlockCell LSTMBlockCell MhaV2")
@@ -223,8 +223,8 @@ AUTOCAST_COMPOSITES: dict[str, dict[OpKind, str]] = {
         OpKind.DENY: "max_unpool1d",
     },
 }
-"""By device and kind: ops that are one node in captured graphs, but run as several ops that torch.autocast has on its lists. The kind is
-the kind of these several ops."""
+"""By device and kind: ops that are one node in captured graphs, but run several ops that torch.autocast has on its lists. The kind is the
+kind of the ops that run."""
 
 
 @cache

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 FLOW = {"If", "Loop", "Scan"}
-"""Ops with body graphs, which are read as part of the graph around them."""
+"""Ops that contain body graphs. A body graph is read as a part of the graph around its op."""
 QUANTISED = {"QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear"}
 PLACES = {"ConstantOfShape": (0,), "Scatter": (1,), "ScatterElements": (1,), "ScatterND": (1,), "Pad": (1, 3), "CenterCropPad": (1,)}
 PLACES |= {"Resize": (1, 2, 3), "Upsample": (1,)}
@@ -68,7 +68,7 @@ BROADCASTS = "broadcast"
 BY_ATTRIBUTE = {BROADCASTS, "axis", "consumed_inputs"}
 """Attributes that ops with the attribute BROADCASTS lost in later opsets. Shapes determine broadcasting now; nothing read the others."""
 NEUTRAL = {("Cast", "saturate")}
-"""(op type, attribute): a later opset added the attribute, and by its default the op computes as before. `saturate` affects only fp8."""
+"""(op type, attribute): a later opset added the attribute; by default the op computes as before. `saturate` affects only casts to fp8."""
 
 DOMAIN = "com.microsoft"
 

@@ -209,7 +209,7 @@ def is_inplace(target: Any) -> bool:
 
 
 def _known(op: str) -> str:
-    """Return amprewrite's name of `op`, a name or spelling. Raises OpListError, with similar names, if there is no such op."""
+    """Return amprewrite's name of `op`, a name or spelling. Raises OpListError, which suggests similar names, if there is no such op."""
     row = _BY_WORD.get(op)
     if row is not None:
         return row.name
@@ -242,7 +242,7 @@ class OpLists:
         return self.kinds.get(_BY_WORD[op].name)
 
     def moved(self, op: str, kind: OpKind) -> OpLists:
-        """Return a copy in which `op` (name or spelling) has the kind `kind`. Raises OpListError, with similar names, for an unknown op."""
+        """Return a copy of the lists in which `op` (name or spelling) has the kind `kind`. Raises OpListError for an unknown op."""
         name = _known(op)
         return replace(self, kinds={**self.kinds, name: kind}, promote=self.promote - {name}, asked=self.asked | {name})
 

@@ -111,7 +111,7 @@ class Op:
     data: tuple[str, ...] = ()
     """Names of the arguments whose dtype follows the op's colour (low or fp32). () means all floating point tensor arguments."""
     mixed_on: tuple[str, ...] = ()
-    """Devices whose kernels accept low data together with fp32 arguments that are not in `data`. Elsewhere all are cast to one dtype."""
+    """Devices whose kernels accept low `data` arguments together with other arguments in fp32. Elsewhere all are cast to one dtype."""
     summands: tuple[str, ...] = ()
     """Names of the arguments that are only added to a product. A low format may flush small numbers in them to zero without harm, because
     such numbers are below the rounding error of the result."""
@@ -120,10 +120,9 @@ class Op:
     bounded: bool = False
     """True if the op is denied only because of its input. Its result fits the low format, so that the ops after it need not stay fp32."""
     low_backward: tuple[str, ...] = ()
-    """Devices on which the backward of the op's low kernel adds up gradients in the low format. In training the op runs in fp32 there."""
+    """Devices whose low backward sums gradients in the low format. In training the op stays fp32 if autocast has its operand in fp32."""
     by_steps: tuple[str, ...] = ()
-    """Devices that run a recurrent layer as separate ops for each time step, so that every step reads the weights. Exceptions are listed
-    in `one_kernel`."""
+    """Devices that run a recurrent layer as separate ops for each time step, each of which reads the weights. `one_kernel`: exceptions."""
     one_kernel: tuple[str, ...] = ()
     """Exceptions to `by_steps`, such as "cpu:bf16": one kernel runs all time steps, if there are no projections and no packed sequences."""
     uneven: tuple[str, ...] = ()
@@ -139,8 +138,8 @@ class Op:
     """(written argument, switch): arguments to which the op writes although its name does not end in an underscore. It does not write if
     its argument `switch` is None or False."""
     forms: tuple[tuple[str, bool | float | str, str], ...] = ()
-    """(argument, value, op): with this value of this argument, a call counts as the op with the name `op`. "{}" in that name stands for the
-    number of dims that the call pads or resizes."""
+    """(argument, value, op): a call with this value of the argument counts as the op `op`, as with ("exponent", -0.5, "rsqrt") for pow. A
+    "{}" in the name `op` stands for the number of dims that the call pads or resizes."""
     small: Literal["", "pole", "passes", "sums"] = ""
     """Effect of small operands. "pole": if flushed to zero, they give an infinity. "passes": a small operand gives a small result. "sums":
     the result is small only if all summands are small. "": none of these is known."""

@@ -146,7 +146,7 @@ class _Start:
     def restore(self) -> None:
         hooks = self.attributes.get("_optimizer_step_pre_hooks", ())
         if len(hooks) < 2:  # no pre-hook but ours: delete attributes that the step added, computed from zero gradients or an infinite loss
-            self.optimizer.__dict__.clear()  # kept with other pre-hooks: one of them may have added an attribute for a post-hook
+            self.optimizer.__dict__.clear()  # with other pre-hooks all attributes stay: a pre-hook may have added one for a post-hook
         self.optimizer.__dict__.update(self.attributes)
         for value, copied in self.kept.values():
             if isinstance(value, Tensor):

@@ -369,7 +369,7 @@ def tell(wrapper: Any, skipped: bool) -> None:
 
 
 KEY = "amprewrite_loss_scale"
-"""Key in the first parameter group of an optimizer's state_dict. Its value is a list: the state_dict of each model's loss scale."""
+"""Key in the first parameter group of an optimizer's state_dict. Its value is a list: the state_dict of each loss scale."""
 
 Brought = tuple["weakref.ref[Optimizer]", Any]
 _BROUGHT: weakref.WeakKeyDictionary[LossScale, Brought] = weakref.WeakKeyDictionary()

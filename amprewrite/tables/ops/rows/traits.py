@@ -1,4 +1,4 @@
-"""The ops that have each trait (a property such as DIVIDES). `ops/op_lists.py` adds the traits to the rows of the op table."""
+"""For each trait, a property such as DIVIDES: the ops that have it. `ops/op_lists.py` adds the traits to the rows of the op table."""
 
 from amprewrite.tables.ops.op_row import Trait
 
