@@ -43,7 +43,7 @@ def params_of(optimizer: Optimizer) -> list[Tensor]:
 
 
 def find_nonfinite(params: Sequence[Tensor], noted: Sequence[Tensor] = (), beside: Iterable[Any] = ()) -> Tensor | None:
-    """Return the overflow flag of an optimizer step: above 0 if a gradient of `params` holds inf or NaN, or an earlier flag (`noted`) is.
+    """Return the overflow flag of a step: above 0 if a gradient of `params` holds inf or NaN, or an earlier flag in `noted` is above 0.
 
     Returns None if there are no gradients, and no other ranks to agree with. Raises PolicyError for an fp16 gradient: weights must be fp32.
 
