@@ -95,7 +95,7 @@ PIPELINES: dict[str, tuple[Deciding, ...]] = {
     "all-low": (PaintLists(), PaintAgreed(), PaintTies(), *EVIDENCE, RepaintShares(), PaintAllLow(), *PLAN),
     "given": (PaintAsGiven(), *PLAN),
 }
-"""The deciding passes for each `rule` of the op lists. The pipeline "given" is for a graph that must follow a given plan."""
+"""The deciding passes by rule: op lists name the rule (`OpLists.rule`) that chooses formats. "given" is for a graph with a given plan."""
 APPLY: tuple[Applying, ...] = (
     InsertCasts(),  # insert casts, and set dtype arguments to the planned formats; first, because the passes below change these casts
     InsertPads(),  # insert a pad where a padded region begins and a slice where it ends; casts of weights pad the weights
@@ -132,7 +132,7 @@ def stages() -> dict[str, tuple[Pass[Any, Any], ...]]:
 
 
 def pipeline(problem: Problem) -> tuple[Deciding, ...]:
-    """Return the deciding passes: `PIPELINES["given"]` if the graph must follow a given plan, otherwise `PIPELINES[problem.lists.rule]`."""
+    """Return the deciding passes: those of "given" in PIPELINES if `problem` has a plan to follow, otherwise those of its op lists."""
     return PIPELINES["given" if problem.given is not None else problem.lists.rule]
 
 

@@ -4,8 +4,8 @@
 
 A *body* is a subgraph: the graph inside an activation checkpoint, a loop, a condition or an autograd Function.
 
-All of this is one file because a body is read and rewritten like the graph around it. Each of the two graphs records for the other which
-values must be exact.
+All of this is one file because a body is read and rewritten like the graph around it, and because both exchange facts: the graph tells the
+body which of the body's results must be exact, and the body tells the graph which of its inputs must be exact.
 
 Op names hard-coded in this file: `getitem`, which picks one result of a body.
 """
@@ -139,7 +139,7 @@ def clean_exported(module: torch.fx.GraphModule) -> None:
 
 
 def _read_attention(captured: Captured, around: Mapping[torch.fx.Node, torch.fx.Node] | None = None) -> dict[str, Any]:
-    """Return the fields of `Problem` about attention as a dict: edits that masks allow, ops that repeat heads, non-contiguous masks.
+    """Return fields of `Problem` as a dict: edits possible for attention masks, ops that repeat heads, and non-contiguous masks.
 
     Returns {} if `fold_masks` is "" or the graph has no attention. `around` maps the inputs of a body to the outer nodes passed for them.
     """
@@ -241,10 +241,10 @@ def _rewrite_inner_graphs(captured: Captured) -> dict[str, tuple[torch.fx.GraphM
 
 
 def _hear_of_inner_graph(captured: Captured, node: torch.fx.Node, part: Captured) -> None:
-    """Record which values of the body `part` and of the graph `captured` around it must not be rounded to the low format.
+    """Record that results of the body `part`, and some of its inputs in the outer graph `captured`, must not be rounded to the low format.
 
-    `node` runs the body: a loop, a condition or an autograd Function. In the body these values are its results. In `captured` they are the
-    inputs whose error an op in the body would magnify. The results of `node` also get the highest precision (`Held`) of the body's results.
+    `node` runs the body: a loop, a condition or an autograd Function. The inputs are those whose error an op in the body would magnify. The
+    results of `node` get the highest precision (`Held`) that a result of the body has.
     """
     inside, results = held(part.problem), part.results.values()
     part.know(needs_bits=frozenset(results))
@@ -276,7 +276,7 @@ def _leave_bodies(captured: Captured, edited: EditedGraph, refusal: Refused) -> 
 
 
 def _read_inner_graph(captured: Captured, node: torch.fx.Node, name: str, policy: Policy) -> Captured:
-    """Return a copy of the body (subgraph) `name`, which `node` runs, with its `Problem`. Its inputs get the outer values' properties."""
+    """Return a copy of the body (subgraph) `name` that `node` runs, with its `Problem`. Its inputs get the facts about the outer values."""
     body, _ = copy_graph(getattr(captured.module, name))
     given = operands(node, body)
     for inner, outer in given:
@@ -316,7 +316,7 @@ def _handed_on(facts: Mapping[str, T], pairs: Sequence[tuple[str, str]]) -> dict
 
 
 def _leave_high(part: Captured, reason: Reason, what: str) -> None:
-    """Force all ops of the body (subgraph) `part` to fp32. The plan shows `reason` and `what`, the name of the outer op that causes it."""
+    """Force all ops of the body (subgraph) `part` to fp32, except ops already forced. The plan shows `reason` and the outer op `what`."""
     part.know(kept_high=(reason, what))
     pin_high(part, reason, what, {node.name for node in part.problem.graph})
     graph = part.problem.graph
@@ -421,7 +421,7 @@ def _low_outputs(part: Captured, plan: RegionPlan) -> set[int]:
 
 
 def _check_outputs(original: torch.fx.GraphModule, edited: torch.fx.GraphModule, decisions: Decisions) -> None:
-    """Raise Refused if the edited graph returns a result of another shape than the original, because callers must never see padding."""
+    """Raise Refused if padding changes the shape of a result of the edited graph, because callers must never see padding."""
     if not decisions.pads:
         return
     before, after = (next(n for n in each.graph.nodes if n.op == "output") for each in (original, edited))
@@ -476,7 +476,7 @@ def _keep_high(captured: Captured, decisions: Decisions, edited: EditedGraph, re
 
 
 def _expected(problem: Problem, decisions: Decisions, edited: EditedGraph) -> dict[torch.fx.Node, torch.dtype]:
-    """Return {node of the edited graph: planned dtype of its result} for each op that has an fp32 result in the captured graph."""
+    """Return {node of the edited graph: planned dtype of its result, low or fp32} for each op with an fp32 result in the captured graph."""
     low = problem.policy.low.dtype
     return {
         edited.nodes[name]: low if painted.colour is Colour.LOW else FP32.dtype

@@ -2,8 +2,8 @@
 
 1. The other plans are TensorFlow's lists and rules, torch.autocast's lists and rules, our lists with TensorFlow's rules, and all fp32.
 2. Each plan is painted on the same graph, gets its casts in the same way, and is priced by the same table for the same device.
-3. Add a note to the plan if its prices include low copies of weights made in every call.
-4. If the plan was decided together with other graphs of the model, decide the graph alone, too. Add a note on what that would save.
+3. Add a note to a plan without gradients if its prices include low copies of weights that every call makes.
+4. If the plan must agree with other graphs of the model, decide the graph alone, too. If that is cheaper, add a note on the difference.
 
 The plan is the cheapest of all plans that keep to our lists. A plan that our lists forbid may be cheaper, and is shown all the same. If
 the user gives a plan, it keeps the prices that were recorded when it was made.
@@ -40,9 +40,9 @@ PAINTERS: dict[str, tuple[Pass[Problem, Decisions], ...]] = {
     "tf": (PaintLists(), PaintAfterDeny(past_bounded=True), PaintTies(), PaintTF()),
     "autocast": (PaintLists(), PaintTies(), PaintAutocast()),
 }
-"""The passes that paint by the rules of other tools."""
+"""{rule of another tool: the passes that choose the colours of a plan by this rule}."""
 SOUND: tuple[Pass[Problem, Decisions], ...] = (RepaintSmallSteps(), RepaintAsAutocast(), RepaintShares())
-"""Passes that keep results exact. They run for every plan with our own lists, whichever rules paint the plan."""
+"""Passes that keep ops in fp32 if rounding would do harm. They run for each of these plans that uses our own op lists."""
 PARITY = "parity with the model's other graphs costs "
 """Beginning of the note on how much more this graph costs because all graphs of the model share one plan."""
 LEAST_TOLD = 1e-3

@@ -1,8 +1,6 @@
-"""Functions about dispatch modes, torch.func transforms, fake tensors and wrapper subclasses, and about autograd's state in this thread:
-the running backward, hooks on saved tensors, grad mode, forward-mode AD.
+"""Private functions of torch for dispatch modes, torch.func transforms, autocast, fake tensors and wrapper subclasses, and for autograd's
+state in this thread: the running backward, hooks on saved tensors, grad mode, forward-mode AD.
 """
-
-
 
 import contextlib
 import operator
@@ -45,7 +43,7 @@ tracing_context = TracingContext.try_get
 is_any_autocast_enabled = torch._C._is_any_autocast_enabled
 """True if autocast is on for any device type."""
 enter_autocast, exit_autocast = torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast
-"""The functions that Dynamo writes into graphs for `with torch.autocast(...)`."""
+"""The two functions that Dynamo calls in a captured graph where the model enters and leaves `with torch.autocast(...)`."""
 current_transform = torch._C._functorch.peek_interpreter_stack
 """Return the innermost transform of torch.func that runs; None outside a transform."""
 is_wrapped_by_transform = torch._C._functorch.is_functorch_wrapped_tensor
@@ -83,9 +81,10 @@ set_grad_enabled = torch._C._set_grad_enabled
 
 @contextlib.contextmanager
 def outside_capture(shapes: Any) -> Iterator[Callable[[Any], Any]]:
-    """Context manager in which a compiler can be called while no capture runs. It yields a function that turns tensors into fake tensors.
+    """Provide the tracing context that a compiler needs, when no capture by Dynamo provides it. `shapes` is a new `ShapeEnv`.
 
-    Their sizes are constants, but a number that the graph reads from a tensor (`x.item()`) stays variable. `shapes` is a new `ShapeEnv`.
+    Yields a function that turns a tensor into a fake tensor for the compiler. The sizes of fake tensors are constants. A number that the
+    graph reads from a tensor (`x.item()`) stays variable.
     """
     with tracing(TracingContext(mode := FakeTensorMode(shape_env=shapes, static_shapes=True))):
         yield lambda value: mode.from_tensor(value, static_shapes=True) if isinstance(value, torch.Tensor) else value

@@ -1,5 +1,5 @@
-"""Functions that decide whether Dynamo converts the frames of a code object, and two errors of Dynamo: SkipFrame, by which a backend makes
-Dynamo run the frame eagerly, and Unsupported, which Dynamo raises at code that it cannot capture."""
+"""Functions that make Dynamo capture or skip the frames of a code object, and two errors of Dynamo. A backend raises SkipFrame to make
+Dynamo run the frame eagerly. Dynamo raises Unsupported at code that it cannot capture."""
 
 from types import CodeType
 
@@ -16,7 +16,7 @@ def skip_code(code: CodeType, *, callees: bool = False) -> None:
 
 
 def convert_again(code: CodeType) -> None:
-    """Make Dynamo convert frames of `code` again, after it decided to skip them."""
+    """Make Dynamo capture frames of `code` again, for instance after `skip_code`."""
     set_code_exec_strategy(code, FrameExecStrategy(FrameAction.DEFAULT, FrameAction.DEFAULT))
 
 

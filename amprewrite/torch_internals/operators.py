@@ -1,4 +1,4 @@
-"""Classes of operators in a graph: a single overload, all overloads of a name, and higher-order operators, which take functions."""
+"""Classes of the operators that graphs call, such as `aten.add.Tensor`, `aten.add` (all its overloads), and one that takes functions."""
 
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 

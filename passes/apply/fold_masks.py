@@ -60,8 +60,8 @@ class FoldMasks(Pass[RegionPlan, EditedGraph]):
 def copy_strided(value: torch.fx.Node, captured: Set[torch.fx.Node]) -> None:
     """Let the readers of `value` read a contiguous copy instead. `value` is an attention mask, or a tensor of which the mask is a view.
 
-    If the graph returns memory of `value`, ops that return views of this memory still read `value` itself, so that the results share memory
-    as before. Such ops are sought only in `captured`, the nodes of the captured graph, because passes insert no views.
+    If the graph returns memory of `value`, ops that return views of this memory still read `value` itself, so that results share memory as
+    before. Of all nodes, only those in `captured`, the nodes of the captured graph, can be such views.
     """
     kept = returned_memory(value.graph) & memory_of(value)
     views = {node for node in captured if not kept.isdisjoint(memory_of(node))}
@@ -93,7 +93,7 @@ def group_heads(call: torch.fx.Node) -> None:
 def fold_mask(module: torch.fx.GraphModule, mask: torch.fx.Node, calls: dict[torch.fx.Node, Edit], name: str) -> None:
     """Edit the attention calls in `calls`, {call: edit}, which read `mask`. Erase ops that build the mask if nothing reads it any more.
 
-    If an edit looks the mask up, the object that computes the mask is stored in `module` under `name`, an unused attribute name.
+    `Edit.LOOK_UP_MASK` adds an attribute `name` to `module`: an object that caches for each set of sizes whether attention needs the mask.
     """
     graph = module.graph
     sources = sources_of(mask)

@@ -42,7 +42,7 @@ class InsertPads(Pass[RegionPlan, EditedGraph]):
 
 
 class _Insertion:
-    """Inserts the padding that one plan names, as pads, slices and padded size arguments, into the edited graph."""
+    """Inserts the pads and slices of one plan into the edited graph, and sets size arguments to padded sizes."""
     def __init__(self, plan: RegionPlan, edited: EditedGraph) -> None:
         self.plan, self.graph = plan.pads, edited.module.graph
         self.calls = calls_with_casts(edited.calls, plan.casts)
@@ -73,7 +73,8 @@ class _Insertion:
     def insert(self, copy: PadCopy, order: dict[torch.fx.Node, int], openings: Openings) -> None:
         """Insert one planned change of a value's padding (add, remove or replace it). Let the nodes in `copy.users` read the changed value.
 
-        `order` has the position of each node in the graph. `openings` maps each node in a torch.func transform to the transforms around it.
+        A cast of a weight becomes a cast that also pads. `order` has the position of each node in the graph. `openings` maps each node in a
+        torch.func transform to the transforms around it.
         """
         value = self.nodes[copy.value]
         readers = [_reader_of(self.nodes[user], value, user) for user in copy.users]
@@ -129,7 +130,7 @@ def _reader_of(node: torch.fx.Node, value: torch.fx.Node, name: str) -> torch.fx
     raise PlanError(f"the plan pads {value.name} for {name}, which does not read it; make the plan anew")
 
 
-# -- 1. sizes in arguments ---------------------------------------------------------------------
+# -- adapt the arguments of ops to padded sizes (rule 1 of this file) ---------------------------
 def _tell(node: torch.fx.Node, place: int, name: str, value: Any) -> None:
     """Set an argument of `node`: at position `place` if the call gives it by position, otherwise by the keyword `name`."""
     if place < len(node.args):
@@ -264,4 +265,4 @@ AIM: dict[str, Callable[[_Insertion, Call, torch.fx.Node], None]] = {
     **dict.fromkeys(("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"), _depthwise),
     "batch_norm": _batch_norm,
 }
-"""Ops whose arguments name sizes, each with the function that sets them."""
+"""{op: function that adapts its arguments, such as sizes, to padded operands or results}."""

@@ -5,8 +5,8 @@
              v8 = quantise(v, ...); z = quantised_product(None, None, None, x8, v8, ...)
 
 A product runs up to three GEMMs: the forward and two in the backward. A value is quantised once, before the first product that reads a
-copy of it, in all layouts that these GEMMs read. Gradients are quantised in the backward of the product, once for both of its GEMMs. The
-first two arguments of `quantised_product` are the unquantised operands; None, as here, for an operand that all GEMMs read in fp8.
+copy of it, in each layout that a GEMM reads. Gradients are quantised in the backward of the product, once for both GEMMs there. The first
+two arguments of `quantised_product` are the unquantised operands. They are None for an operand that all GEMMs read in fp8, as here.
 
 Below, x is bf16, and w is fp32. `wide_linear` rounds w to bf16, multiplies, and returns fp32:
 
@@ -66,7 +66,7 @@ class _ProductInsertion:
                 name, _, gemm = reader.rpartition(".")
                 node = self.nodes[name]
                 value: Any = self._operand(node, copy.role)
-                value = value.args[3] if value.target is linked_copy else value  # the low copy whose memory the linked copy has
+                value = value.args[3] if value.target is linked_copy else value  # take the low copy with which it shares memory
                 key = (copy.role, copy.write_version, value, copy.role == W and transposes(node), copy.largest)
                 read[key].add((node, gemm))
         made: dict[tuple[torch.fx.Node, str], torch.fx.Node] = {}
@@ -95,8 +95,8 @@ class _ProductInsertion:
     def _linked(self, copy: torch.fx.Node, operand: torch.fx.Node) -> torch.fx.Node:
         """Return a node that has the data of the fp8 `copy` and sends gradients to `operand`. Products will read it in place of `operand`.
 
-        This is `copy` itself, except if `operand` is a `linked_copy`: the memory of a low copy with an autograd node of its own. As `copy`
-        was made from the low copy, its gradients go there, so insert and return `relinked(copy, operand)`.
+        This is `copy` itself, with one exception. An `operand` that is a `linked_copy` shares the memory of a low copy, but has another
+        autograd node. The fp8 `copy` was made from the low copy and sends gradients there. So insert and return `relinked(copy, operand)`.
         """
         if operand.target is not linked_copy:
             return copy

@@ -138,7 +138,7 @@ def scales_itself(node: Node) -> bool:
 
 
 def _gives_what_it_reads(node: Node, returned: set[Node]) -> bool:
-    """True if the graph returns results of the checkpoint `node`, and ops inside the checkpoint read values that it returns.
+    """True if `node` is a checkpoint, the graph returns a result of it, and ops inside the checkpoint read values that it returns.
 
     Nothing can then scale the gradients between such a value and these ops, so the gradients of the whole checkpoint stay unscaled.
     `returned` are the results of the graph.
@@ -262,7 +262,7 @@ def _leave_elsewhere(graph: torch.fx.Graph, readers: dict[Node, list[Node]], wei
 
 
 def _leave_at_readers(graph: torch.fx.Graph, readers: dict[Node, list[Node]], outside: set[Node], inverse: Node) -> None:
-    """Insert an `unscale_gradient` between each value and its readers, and a new one after each in-place write or grad mode change.
+    """Insert an `unscale_gradient` between each value and its readers. After an in-place write or grad mode change, readers get a new one.
 
     `readers` is {value with unscaled gradients: its readers with scaled gradients}. `outside` are all nodes with unscaled gradients, and
     `inverse` is the graph's input for the inverse of the loss scale.

@@ -24,9 +24,9 @@ from amprewrite.tables.formats import FP32
 from amprewrite.tables.vocabulary import Edit
 
 READERS = 2
-"""Number of readers in a group, for values other than weights. torch.autocast casts such a value anew for each reader, so that no sum of
-gradients is rounded to low; in a group of two, one sum is. Weights have groups of MOST_READERS, because torch.autocast keeps one copy of a
-weight for all its readers, and each further group takes time in every backward."""
+"""Number of readers in a group, for values other than weights. torch.autocast casts such a value anew for each reader, so that all sums of
+gradients are fp32. A group of two rounds one sum to the low format. Weights have groups of MOST_READERS, because torch.autocast keeps one
+copy of a weight for all its readers, and each further group takes time in every backward."""
 
 
 class SpreadCopies(Pass[RegionPlan, EditedGraph]):

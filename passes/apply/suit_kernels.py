@@ -1,8 +1,8 @@
-"""Change the norms, convolutions and recurrent layers that would be inexact in low precision. `plan-edits` decides which.
+"""Change norms, convolutions and recurrent layers whose low-precision kernels would give inexact results or wrong gradients.
 
-1. A norm without weights gets fp32 weights of one, a weight for each channel, so that its statistics are fp32.
+1. A norm without weights gets a weight of fp32 ones, so that its kernel computes mean and variance in fp32.
 2. A separate op in front of a convolution pads the convolution's input.
-3. A recurrent layer runs in parts of some time steps, with low-precision copies of its weights for each part.
+3. A recurrent layer runs in parts of some time steps, with low-precision copies of its weights for each part. `plan-edits` chooses the ops.
 
     before   batch_norm(x, None, None)
              conv2d(x, weight, bias, 2, 1)

@@ -47,7 +47,7 @@ class _DryRun(torch.fx.Interpreter):
         self.repeated = RepeatedCalls(module.graph, any(PAD in node.meta for node in module.graph.nodes))
         self.touched: set[torch.fx.Node] = set()
         self.unknown: set[torch.fx.Node] = set()
-        """Inputs without an example value. torch 2.11 gives none to sizes that a backward in user code reads."""
+        """Inputs without an example value. Under torch 2.11 a size that a backward in user code reads has none."""
 
     def run_node(self, n: torch.fx.Node) -> Any:
         if n.op in ("placeholder", "get_attr"):
@@ -97,7 +97,8 @@ def dry_run(module: torch.fx.GraphModule, expected: dict[torch.fx.Node, torch.dt
 
     Raises Refused at the first node that fails or does not return its `expected` dtype, PassError if the graph cannot be run at all.
 
-    To save time, a node without an `expected` dtype is run only if a pass changed it or an operand. Grad mode and autocast are restored.
+    To save time, a node without an `expected` dtype is run only if a pass changed it, an operand of it was run, it sets autocast, or it has
+    a subgraph. Grad mode and autocast are restored at the end.
     """
     values = [t for node in module.graph.nodes for t in tensors(example_value(node))]
     fake_mode = next((t.fake_mode for t in values if isinstance(t, FakeTensor)), None)

@@ -1,8 +1,8 @@
 """Without a compiler, cast small weights and unscale their gradients in groups, to save kernel launches and Python overhead.
 
-1. `cross_together` makes the low copies of a group of weights in one launch, and their fp32 gradients in another. With a loss scale it also
-   unscales these gradients. Another such node unscales the gradients of weights that the graph reads in fp32. On a CPU, where a cast is no
-   launch, casts stay where they are, and the node unscales in place the fp32 gradients that their backward makes.
+1. A `cross_together` node makes the low copies of a group of weights in one launch, and their fp32 gradients in another. With a loss scale
+   it also unscales these gradients. Weights that the graph reads in fp32 have groups whose node only unscales gradients. On a CPU, where a
+   cast is no kernel launch, casts stay where they are, and the node only unscales, in place, the fp32 gradients that come from these casts.
 2. The node of a group runs before the first op that reads a weight of the group. In backward each gradient waits for the last one of the
    group, so a group has at most ELEMENTS elements. A larger weight keeps its own node, because a launch is cheap next to its cast.
 3. All weights of a group are on one device, since autograd runs a node on one device.
@@ -40,9 +40,9 @@ ELEMENTS = 1 << 21
 """Largest number of weight elements in a group: up to 4 MB of bf16 gradients wait for the last one, and 8 MB of fp32 gradients are made at
 once. That is less than a bucket of DDP (25 MB), whose reduction waits for the whole group."""
 LEAST = 4
-"""Least number of casts that a node without a loss scale replaces. Its Python code takes as long as two casts and their launches."""
+"""Least number of weights in a group without a loss scale. The Python code of the group's node takes as long as two casts."""
 WITHOUT_LAUNCHES = {"cpu"}
-"""Types of devices on which a cast is no launch."""
+"""Types of devices on which a cast launches no kernel."""
 _CROSS = ("to", cast_in, unscale_gradient)
 Node = torch.fx.Node
 

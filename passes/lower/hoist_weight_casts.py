@@ -63,7 +63,7 @@ class HoistWeightCasts(Pass[Target, EditedGraph]):
 
 
 def mark_copies(module: torch.fx.GraphModule, chosen: Callable[[int], bool] = lambda _: True) -> None:
-    """After casts of weights, insert nodes that give low copies the weight's `requires_grad`, a flag that a cast under no_grad drops.
+    """Insert nodes that give low copies of weights the `requires_grad` flag of the weight, because a cast under no_grad drops this flag.
 
     Only copies read by a product that may choose its kernel by this flag get a node. `chosen(position)` is False for inputs to leave out.
     """

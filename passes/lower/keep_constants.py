@@ -1,7 +1,7 @@
-"""Without a compiler, compute only once the integers and booleans that depend on no input: positions, lengths, parts of masks.
+"""Without a compiler, compute integer and boolean tensors that depend on no input only once, such as positions and parts of masks.
 
-1. A constant is the result of pure ops on fixed sizes, on a device that the ops name.
-2. Of a chain of such ops, only the values that other ops read are kept.
+1. A constant is the result of ops without side effects on fixed sizes, on a device that the ops name.
+2. Of a chain of such ops, only the values that ops outside the chain read are kept.
 3. A value is not kept if the value or a view of it may leave the graph, if a user's function reads it, or if it has more than MOST_BYTES. A
    graph that writes an integer in place keeps none. Floats are not kept: casts move them to new memory, where writes cannot be tracked.
 
@@ -71,7 +71,7 @@ def keep_constants(module: torch.fx.GraphModule, results: list[torch.fx.Node]) -
 
 
 def _results(module: torch.fx.GraphModule) -> list[torch.fx.Node]:
-    """Return the constants that can be kept and that other nodes read; [] if the graph writes any integers in place."""
+    """Return the constants that can be kept and that nodes other than constants read; [] if the graph writes any integers in place."""
     constant = _constants(module.graph)
     found = [node for node in constant if any(user not in constant for user in node.users) and _can_be_kept(node)]
     if found and any(_is_whole(target) for node in module.graph.nodes for target in written(node)):

@@ -4,8 +4,8 @@
     after    w8 = from_kept(w, data, scale)        data and scale are further inputs
 
 The copy w is kept between calls: for a `with` block such as `with amp.frozen_weights():`, or as a weight stored by `amp.freeze()`. So later
-calls quantise no weight. Only graphs without gradients are edited. Their products read the untransposed fp8 copy alone, and `from_kept`
-returns no other. Transposed copies are for the GEMMs that compute gradients.
+calls quantise no weight. Only graphs without gradients are edited. They need no transposed fp8 copy, because only the GEMMs that compute
+gradients read one.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Without a compiler, compute the cross entropy of many low-precision logits in parts, to save memory for fp32 logits and gradients.
 
-A loss qualifies if it reads an fp32 copy of bf16 or fp16 logits, directly or through views, with one row for each target, and has no class
-weights and no label smoothing. In fp16 a loss stays whole if the graph also returns its logits, because the loss scale is applied between
-logits and loss. A compiler fuses the loss itself.
+A loss qualifies if it reads an fp32 copy of bf16 or fp16 logits, directly or through views, if the logits have one row for each target, and
+if it has no class weights and no label smoothing. In fp16 a loss stays whole if the graph also returns its logits, because the loss scale
+is applied between logits and loss. With a compiler the pass does not run, because the compiler fuses the loss itself.
 
 The fp32 copy of the logits, the log-softmax and the fp32 gradients of both take four times the memory of the low logits and their low
 gradient. So `cross_entropy_of_low` computes the log-softmax for some rows at a time, does not save it, and computes it again in backward.

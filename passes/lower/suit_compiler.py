@@ -1,14 +1,14 @@
-"""Make a graph ready for AOTAutograd, the base of compilers.
+"""Make a graph ready for AOTAutograd, which traces its forward and backward for a compiler.
 
-1. Inputs get the source that Dynamo recorded: where a value comes from. An input that takes a low-precision copy of a weight has none.
+1. Each input gets the source (the place of the value in the model) that Dynamo recorded. Inputs for low copies of weights have none.
 2. In training, if a result is a bf16 or fp16 value cast to fp32, the graph returns the value, and the cast is made after the graph.
    AOTAutograd keeps results for backward, and makes zeros in their dtype if they get no gradient. So logits that are returned with a loss
    take four bytes an element instead of eight.
 3. A cast to fp32 is marked for recomputation, so that AOTAutograd may save the low value for backward instead of the copy, which is twice
    as large.
-4. In training with a loss scale, a value that is returned beside a view of it is copied. Otherwise AOTAutograd would lose the gradients
-   of these results (`part_views`).
-5. In training, what is computed from an input that the graph writes is marked to be saved for backward (`keep_reads`).
+4. In training with a loss scale, a value is copied if the graph returns it together with a view of it. Otherwise AOTAutograd would lose
+   the gradients of these results (`part_views`).
+5. In training, results of ops that read an input that the graph writes are marked to be saved for backward (`keep_reads`).
 
     before   return loss, to(logits, float32)          after   return loss, logits
 """
@@ -60,10 +60,10 @@ class SuitCompiler(Pass[Target, EditedGraph]):
 
 
 def keep_reads(graph: torch.fx.Graph) -> None:
-    """Mark what is computed from memory of an input that the graph writes, in place: AOTAutograd saves its result for backward.
+    """Mark each op that reads memory of an input that the graph writes, so that AOTAutograd saves the op's result for backward.
 
-    It would compute the result again otherwise, from what was written last (https://github.com/pytorch/pytorch/pull/197039).
-    A norm's update of its running statistics is not marked. In a body graph all that reads an input of the body is marked.
+    Otherwise the backward may compute the result again from values written later (https://github.com/pytorch/pytorch/pull/197039). Views
+    are not marked, nor ops with hidden writes, as of running statistics. In a marked op's subgraph, each op that reads an input is marked.
     """
     memory = written_memory(graph) & set[int]().union(*map(memory_of, graph.find_nodes(op="placeholder")))
     for node in graph.nodes:
@@ -76,7 +76,7 @@ def keep_reads(graph: torch.fx.Graph) -> None:
 
 
 def give_sources(graph: torch.fx.Graph) -> None:
-    """Give each input of a graph the source that Dynamo recorded, where AOTAutograd looks for it."""
+    """Store the source that Dynamo recorded for each input in `_dynamo_source` of its node, where AOTAutograd looks for it."""
     for node in graph.find_nodes(op="placeholder"):
         node._dynamo_source = getattr(node.meta.get("grapharg"), "source", None)
 

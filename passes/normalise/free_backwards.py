@@ -7,7 +7,7 @@ Dynamo captures such a backward with gradients disabled, so that second derivati
 
 1. Erase the calls that set the grad mode, which Dynamo put around the graph of the backward.
 2. Ops that the author runs without gradients, under `no_grad` or `once_differentiable`, still run without. The graph does not show which
-   ops these are, so the pass reads the source code (`graphs/fx/read/names.py`). If the author fixes all modes, nothing is changed.
+   ops these are, so the pass reads the source code (`graphs/fx/read/names.py`). If this fixes the mode of every op, nothing is changed.
 3. Ops that the author runs with gradients, under `enable_grad`, still run with gradients.
 """
 
@@ -75,9 +75,9 @@ def _modes(ops: list[torch.fx.Node], call: torch.fx.Node) -> Iterator[tuple[torc
 
 
 def _switch(graph: torch.fx.Graph, modes: dict[torch.fx.Node, bool | None]) -> None:
-    """Insert calls that set the grad mode wherever it changes from one op to the next, and restore the caller's mode at the end.
+    """Insert calls that give each op its grad mode, and at the end restore the mode in which the graph was entered.
 
-    In `modes`, None stands for the caller's mode.
+    `modes` is {op: True, False, or None for the mode in which the graph was entered}.
     """
     ops = list(modes)
     if set(modes.values()) == {None}:

@@ -203,7 +203,7 @@ def _factors(node: Any, inside: set[Node], top: bool = True) -> list[Any]:
 
 
 def _number(factors: list[Any], like: float) -> bool:
-    """True if the numbers among `factors` multiply to `like`, up to rounding."""
+    """True if the product of the plain numbers in `factors` is `like`, up to rounding."""
     return math.isclose(math.prod(f for f in factors if isinstance(f, int | float)), like, rel_tol=1e-5)
 
 
@@ -317,7 +317,7 @@ def _largest(node: Any, dim: int) -> list[Node] | None:
 
 
 def _scaled(factors: list[Any], width: Any) -> tuple[Any, Any, Any] | None:
-    """Return (value, v, weight) if the factors form a norm, value · 1/√v · weight (`width` elements, or None); otherwise return None."""
+    """Return (x, v, weight) if `factors` are those of a norm, x · 1/√v · weight, else None. The weight has `width` elements, or is None."""
     roots = [f[1] for f in factors if isinstance(f, tuple)]
     others = [f for f in factors if isinstance(f, Node)]
     if len(roots) != 1 or len(roots) + len(others) != len(factors):
@@ -404,7 +404,7 @@ def _is_row(node: Any, width: int) -> bool:
 
 
 def _as_wide(x: Any, end: Node) -> bool:
-    """True if `x`, a norm's operand, is fp32, and its last dim is as large as the result's: a weight that broadcasts x would enlarge it."""
+    """True if the operand `x` of a norm is fp32 and its last dim is as large as that of the result `end`: no weight broadcasts x."""
     return _is_fp32(x) and comparable(_width(x)) == comparable(_width(end))
 
 
@@ -421,4 +421,4 @@ _PATTERNS: tuple[tuple[Match, Set[str], tuple[str, ...]], ...] = (
     (_layer_norm, _PRODUCTS | {"add"}, ("mean", "sub")),
     (_rms_norm, _PRODUCTS, ("mean",)),
 )
-"""(function that finds a pattern, ops that it may end with, ops that a graph with the pattern has)."""
+"""(function that finds a pattern, ops with which the pattern may end, ops without which a graph cannot contain it)."""

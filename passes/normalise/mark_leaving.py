@@ -1,4 +1,4 @@
-"""Insert a no-op conversion after each value that the graph returns directly, not as a copy, so that one cast serves all its readers.
+"""Insert a no-op conversion after a returned value that shares memory or has other readers, so that one cast serves all its readers.
 
     before   y = linear(x); z = relu(y); return y, z
     after    y = linear(x); to = y.to(float32); z = relu(to); return to, z

@@ -84,11 +84,11 @@ def _open(module: torch.fx.GraphModule, node: torch.fx.Node) -> None:
 
 
 def _modules(node: torch.fx.Node, call: torch.fx.Node) -> dict[str, Any]:
-    """Return the modules around `node`, a node of the subgraph that `call` runs. Its own metadata fits just one call of the subgraph."""
+    """Return `nn_module_stack` for a copy of `node` of the subgraph that `call` runs. Its own stack fits only one call of the subgraph."""
     around, inner = call.meta.get("nn_module_stack") or {}, list((node.meta.get("nn_module_stack") or {}).items())
     outer = [module for _, module in inner[: len(around)]]
     if not around or [kind for _, kind in outer] != [kind for _, kind in around.values()]:
-        return around or dict(inner)  # paths in subgraphs of torch.export begin at another module
+        return around or dict(inner)  # in subgraphs of torch.export, paths are relative to another module
     (there, _), (here, _) = outer[-1], list(around.values())[-1]
     return {**around, **{key: (path.replace(there, here, 1), kind) for key, (path, kind) in inner[len(around) :]}}
 

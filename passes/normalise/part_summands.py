@@ -3,9 +3,9 @@
     before   y = baddbmm(alibi, q, k, alpha=0.1)
     after    p = bmm(q, k); y = add(alibi, p, alpha=0.1)
 
-torch.autocast rounds the summand and the sum. ALiBi adds multiples of positions to attention scores. Beyond 256, bf16 makes neighbouring
-positions equal, and fp16 rounds a sum to quarters. `amprewrite/ir/evidence/counts.py` defines which values count something. In-place
-calls are left alone.
+torch.autocast rounds the summand and the sum. For example, ALiBi adds multiples of positions to attention scores. Beyond 256, bf16 makes
+neighbouring positions equal, and fp16 rounds sums to multiples of 1/4. `amprewrite/ir/evidence/counts.py` defines which values hold counts.
+In-place calls are left alone.
 
 Op names hard-coded in this pass: `bmm`, `mm`, `baddbmm`, `addmm`, `add`, `mul`.
 """

@@ -1,4 +1,4 @@
-"""Choose the colour (low, high or plain) of every node for which it is forced, or decided by an override or an op list.
+"""Choose the colour (low, high or plain) of every node whose colour is forced, or is decided by an override or an op list.
 
 1. Forced colours first: nodes without fp32 values are plain; inputs, parameters and explicit dtypes stay fp32 (high).
 2. If the policy is fp32, for example on a device that gains nothing from low precision, all ops with fp32 values are high.
@@ -16,7 +16,7 @@ from amprewrite.tables.formats import FP32, WIDE
 from amprewrite.tables.vocabulary import Colour, OpKind, Reason
 
 YIELDS = (Reason.CONSTANT, Reason.UNEVEN)
-"""Reasons for the colour high that an override of a node or module may overrule: the op then runs low, with a less exact result."""
+"""Reasons for a forced fp32 that an override of a node or module may overrule. The op then runs low, with a less exact result."""
 
 
 class PaintLists(Pass[Problem, Decisions]):
@@ -28,7 +28,7 @@ class PaintLists(Pass[Problem, Decisions]):
 
 def paint_facts(problem: Problem, decisions: Decisions) -> None:
     for node in problem.graph:
-        # ops without an fp32 result have no colour: if they refuse low operands, `FirstRun` casts the operands when the graph runs
+        # ops without an fp32 result stay plain: if they refuse low operands, `FirstRun` casts the operands when the graph runs
         if node.name in problem.refused and node.carries_fp32:
             decisions.paint(node.name, Colour.HIGH, Reason.REFUSED, detail=problem.refused[node.name])
         elif node.pinned is not None:

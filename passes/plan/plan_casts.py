@@ -4,7 +4,7 @@
 2. If the value has another format, the reader takes a copy. Readers with the same (value, format, write version) share one copy, so that no
    copy is shared across an in-place write.
 3. An fp32 op that promotes mixed dtypes needs no cast of a low operand. But in training it reads the fp32 copy of the operand if other
-   readers have one, so that autograd casts the gradient only once. If all graphs share one plan (`Policy.parity`), they all do so.
+   readers have one, so that autograd casts the gradient only once. With one plan for all graphs (`Policy.parity`), inference does so, too.
 4. In training, the readers of a low copy that many ops read (`Problem.read_by_many`) form groups. Autograd adds the gradients of the groups
    in fp32.
 5. A constant of an ONNX file takes the format of the op that reads it. One low copy, stored in the file, serves all low

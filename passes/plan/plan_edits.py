@@ -1,4 +1,4 @@
-"""Plan edits of low ops that would otherwise compute with infinities, or whose CPU kernels are less exact than on other devices.
+"""Plan edits of low ops that would otherwise compute with infinities, or give inexact results, or inexact or uninitialised gradients.
 
 1. Finite constants beyond the range of the low format become ±max, because they would become infinities. A mask fill of -1e9 becomes -65504
    in fp16, which still blocks a position; -inf times zero would be NaN. Infinities that the model wrote are not changed.

@@ -1,12 +1,12 @@
-"""Choose the attention calls that run without their mask, because the mask is causal or allows all positions.
+"""Plan faster attention calls: drop masks that are causal or allow all positions, skip repeated heads, and make masks contiguous.
 
 1. A mask that is made of fixed sizes alone is known while planning. It is dropped if it is causal or allows all positions.
 2. A mask may be made of sizes alone that change from call to call, such as the length of a text. If the graph runs without a compiler, the
    mask is examined once for each new set of sizes. Later calls with the same sizes look the answer up.
 3. Any other boolean mask on a CPU is examined in every forward, if the graph runs without a compiler.
-4. If the model repeats the heads of keys and values for a low call without a mask, the call reads the original heads, each for a group of
-   query heads. This needs a GPU with flash attention (sm_80 and later). On a CPU heads stay repeated, because the kernel for groups adds up
-   gradients in the low format.
+4. If the model repeats the heads of keys and values, a low-precision call that takes no mask in any forward reads the original heads, each
+   for a group of query heads. This needs a GPU with flash attention (sm_80 and later). On a CPU heads stay repeated, because the kernel for
+   groups adds up gradients in the low format.
 5. Fused CUDA kernels refuse a mask whose rows are not contiguous in memory. Attention then multiplies in fp32, and keeps fp32 values for
    backward. So the call reads a contiguous copy of the mask. If the mask inherits its layout from an earlier value, that value is copied.
 

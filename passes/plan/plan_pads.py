@@ -39,16 +39,16 @@ class PlanPads(Pass[Problem, Decisions]):
 
 
 def gains_nothing(problem: Problem) -> bool:
-    """True if no option asks for padding and the device does not gain from it. Without a given plan, `plan_pads` then pads nothing."""
+    """True if the device does not gain from padding, and no `pad=` says "always" or "measure". Then only a given plan pads anything."""
     rules = (problem.pad.default, *problem.pad.modules) if problem.pad is not None else ()
     row = problem.planned_for or device_row(problem.device)
     return all(rule.mode in ("auto", "never") for rule in rules) and not PadCost(row, problem.policy.low, training=False).gains
 
 
 def plan_pads(problem: Problem, casts: Iterable[Cast], colours: Mapping[str, Colour]) -> PadPlan:
-    """Return the padding of one graph: empty if no option allows it or no dim needs it. If padding does not pay, it has only reasons.
+    """Return the plan of the padding of one graph. It is empty if no option allows padding or no dim needs it.
 
-    `casts` are the planned casts, and `colours` the planned colours (low, high or plain) of the nodes.
+    If padding does not pay, the plan only lists the reasons. `casts` and `colours` are the planned casts, and colours of the nodes.
     """
     if problem.pad is None or problem.pad.off or problem.pads_off:
         return PadPlan()
@@ -89,7 +89,7 @@ def _steep_norms(problem: Problem, colours: Mapping[str, Colour]) -> dict[str, s
     return dict.fromkeys(steep, f"the second derivative of batch_norm in padding is beyond {low.name}")
 
 
-# -- 1. ops and planned casts as calls -------------------------------------------------------
+# -- treat planned casts as ops (step 1 of this file) ----------------------------------------
 def cast_name(cast: Cast) -> str:
     """Return the name of a cast's result in the pad plan, such as "linear -> bf16"; "add -> bf16 (1)" after one in-place write."""
     return f"{cast.value} -> {cast.to}" + (f" ({cast.write_version})" if cast.write_version else "")
@@ -137,7 +137,7 @@ def _is_weight(problem: Problem) -> Callable[[str], bool]:
     return is_weight
 
 
-# -- 2. dims to pad, and 3. choice ----------------------------------------------------------
+# -- choose the dims to pad (steps 2 and 3 of this file) ------------------------------------
 def _multiple_of(problem: Problem, colours: Mapping[str, Colour]) -> Callable[[str], int | None]:
     """Return a function that maps the name of an op to the multiple to which its dims should be padded, such as 8 for bf16.
 
@@ -229,7 +229,7 @@ class _Chooser:
         return Product(rows, n, k), Product(rows, n_after, k_after)
 
 
-# -- 4. layouts and changes of size -------------------------------------------------------------
+# -- record layouts and changes of size (step 4 of this file) ------------------------------------
 def _versions(problem: Problem, casts: Iterable[Cast]) -> dict[tuple[str, str], int]:
     """Return {(value, reader): write version}. The version counts the writes to the value and the grad mode changes before the reader.
 
@@ -245,7 +245,7 @@ def _written_down(regions: Regions, wants: list[Want], chooser: _Chooser, versio
 
 
 def layouts(regions: Regions, versions: Mapping[tuple[str, str], int]) -> tuple[tuple[PaddedValue, ...], tuple[PadCopy, ...]]:
-    """Return two tuples: the layouts of padded results, and the changes of padding (pad, slice, other pad) between results and readers.
+    """Return (layouts of padded results, changes of padding between a result and its readers, such as a pad or a slice).
 
     `versions` is {(value, reader): write version}, see `_versions`. Readers of different versions get separate copies.
     """

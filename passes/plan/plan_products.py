@@ -2,11 +2,10 @@
 
 1. Candidates are low products of rows and a matrix (`Problem.matrix_products`). A product has one GEMM for its result and, with gradients,
    one GEMM for the gradient of each operand.
-2. Some GEMMs stay in bf16: by an override, by the recipe, because kernels do not take their sizes, or because the result of the product is
-   read as logits or decides a choice.
-3. Each remaining GEMM in fp8 saves time, but needs kernels that make its copies. All readers of a value share the copies of the value. The
-   best choice, found exactly, is a maximum-weight closure (`planner/min_cut.py`). A GEMM that a rule asks for is taken
-   even if that saves no time.
+2. Some GEMMs stay in bf16 by an override, by the recipe, as in another graph of the model, because the device has no fp8 units or waits for
+   the host, because kernels do not take their sizes, or because the result of the product is read as logits or decides a choice.
+3. Each other GEMM would save time in fp8, but needs kernels that make its copies. All readers of a value share the copies of the value. The
+   best choice, found exactly, is a maximum-weight closure (`planner/min_cut.py`). A GEMM that a rule asks for is taken in any case.
 4. If the graphs of a model share one plan (`Policy.parity`), a graph without gradients is decided as if it had the GEMMs of training.
 
 A given plan names the GEMMs that run in fp8. Their copies follow from them.
@@ -120,7 +119,7 @@ class _Choice:
         self.share = 1.0 if self.problem.training else float(self.problem.costs.training)
         """Weight of the backward in the prices: 1 if this graph trains, otherwise the weight of training in `Problem.costs`."""
         self.kept = self.problem.costs.cached_weights and not self.alike
-        """True if fp8 copies of weights are kept between calls, so that a call does not pay for them. In training none are kept."""
+        """True if fp8 copies of weights are kept between calls, so that calls do not pay for them. False in training and with `parity`."""
         known = self.problem.agreed.products
         self.agreed = known.of(self.problem.graph[name] for name in self.products) if known is not None else {}
 

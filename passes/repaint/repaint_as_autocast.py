@@ -74,7 +74,7 @@ class Roundings:
     def __init__(self, problem: Problem) -> None:
         self.graph, self.held, self.trained = problem.graph, held(problem), problem.trained
         self.magnifies: dict[str, str] = dict.fromkeys(problem.needs_bits, problem.name)
-        """Maps a value to a reader that would magnify its rounding, or to the graph's name if that reader is outside (`needs_bits`)."""
+        """{value: reader that magnifies its rounding itself or through later ops; the graph's name if the reader is outside the graph}."""
         self.rounded_anyway: set[str] = set()
         """Values that products alone read, directly or through views."""
         self.of_weights = {node.name for node in problem.graph if node.role in ("parameter", "buffer")}
@@ -171,7 +171,7 @@ class Roundings:
         return False
 
     def _hands_harm_on(self, node: OpNode, value: str) -> bool:
-        """True if `node` passes the rounding error of `value` on, and the error does harm later.
+        """True if `node` passes the rounding error of its operand `value` on to its result, and the error does harm there or later.
 
         The error does harm if a later op magnifies it. It also does harm if the result of `node` may have an offset of unknown size
         (`Held.EXACT`), but `value` has no such offset, and `node` is no average.

@@ -4,7 +4,8 @@
    one forward pass, from a fit to the tail of its distribution, is above RISK. Masks that saturate by design are not at risk.
 2. *Underflow*. A value is at risk if all its elements lie below the normal range and it is not added to far larger values, or if elements
    would be flushed to zero before an op that has a pole at zero (log, reciprocal, rsqrt, a divisor).
-3. The op that makes such a value runs in fp32, and so does every op that would read a low copy of the value.
+3. The op that makes such a value runs in fp32, and so does each op that would read a low copy of it (of such ops, before a pole, only the
+   op with the pole).
 4. Weights are known without calibration: ops that read a weight beyond the range run in fp32, also if they read a view of the weight, such
    as `weight.t()`. A bias may be flushed to zero if the sum is far larger.
 5. Constants of a file are examined element by element (`ir/evidence/constants.py`).
@@ -118,8 +119,8 @@ def _keep_high(decisions: Decisions, node: OpNode, text: str, reason: Reason = R
 def _low_readers(problem: Problem, node: OpNode, drowns: Mapping[str, ValueRange] | None = None) -> Iterator[OpNode]:
     """Yield the ops that would read a low-precision copy of the value of `node` if they ran in the low format.
 
-    `drowns` maps ops to the ranges of their results. With it, an op is left out if it adds the value as a bias, and if its result is so
-    large that a low format would lose the bias anyway.
+    `drowns`, if given, maps ops to the ranges of their results. An op is then left out if it adds the value as a bias, and if its result is
+    so large that the low format would lose the bias anyway.
     """
     for reader in problem.graph.readers(node.name):
         harmless = drowns is not None and bias_drowns(drowns.get(reader.name), problem.policy.low)
@@ -148,7 +149,7 @@ def _of_weight(problem: Problem, node: OpNode) -> str:
 
 
 def _too_large_weight(problem: Problem, node: OpNode) -> str:
-    """Return a sentence if a weight is too large for the low format or, despite the name, flushed to zero by it. Return "" if it fits."""
+    """Return why a weight does not fit the low format: it is too large, or (despite this name) flushed to zero. Return "" if it fits."""
     size, low, known = problem.magnitudes.get(_of_weight(problem, node), 0.0), problem.policy.low, _fit(problem, node)
     if known is Fit.TOO_LARGE:
         return f"{node.name} holds {size:.3g}, {low.name} ends at {low.max:g}"
@@ -211,7 +212,7 @@ def _keep_exact(
 
 # -- cancellation -----------------------------------------------------------------------------
 def find_cancelling(problem: Problem, values: Mapping[str, ValueRange]) -> dict[str, str]:
-    """Find sums and differences far smaller than an operand, according to `values`. Return {op: evidence} for them and these operands."""
+    """Return {op: evidence} for sums and differences far smaller than an operand, and for such operands. `values` are ranges by op name."""
     graph, found = problem.graph, dict[str, str]()
     for node in graph:
         result = values.get(node.name)

@@ -1,8 +1,8 @@
 """Keep in fp32 the products of numbers that count something: positions, distances, indices, time steps.
 
 torch.autocast rounds such products, unless the model switches it off around them. bf16 holds all integers up to 256. Beyond that,
-neighbouring positions round to one number, and rotary angles are wrong by whole turns. The reader of the graph marks these products
-(`ir/evidence/counts.py`). An override may ask for another colour.
+neighbouring positions round to one number, and rotary angles are wrong by whole turns. These products are marked when the graph is read
+(`ir/evidence/counts.py`). An override may still make them low.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from amprewrite.tables.ops.op_lists import OPS, Trait, ops_with
 from amprewrite.tables.vocabulary import OpKind, Reason
 
 FEW = 16
-"""Largest number of ops between a logarithm and the softmax or sigmoid before it. Beyond it the pass looks no further."""
+"""Largest number of ops that the pass examines upstream of one logarithm, loss or output, to find a softmax or sigmoid."""
 LOGS, LOSSES = ops_with(Trait.LOGARITHM), ops_with(Trait.LOGS_OF_BOTH)
 SHARES, SOFTMAX = ops_with(Trait.NEARS_ITS_ENDS), ops_with(Trait.SHARES_OUT)
 

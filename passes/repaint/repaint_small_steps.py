@@ -7,10 +7,10 @@ Running sums occur in recurrences.
 
 1. A sum *continues* an earlier sum if only elementwise ops, and ops that move or choose elements, lead from the earlier sum to it.
 2. A value that is added on the way is a *branch* of the earlier sum if a product computes it from this sum, as f does in `x + 0.1 * f(x)`.
-   It is small if its factor, here 0.1, is at most a quarter of that of the earlier sum, or is a step size that is known only in a call
-   (`ir/evidence/summands.py`). A chain of at least `MANY` sums with small branches stays fp32. The first one may continue a value that is
-   no sum. A sum that a loop repeats counts as a whole chain. In an ONNX file, so does a state that each iteration adds to or scales, such
-   as a time `t = t + dt`.
+   It is small if its factor, here 0.1, is at most a quarter of that of the earlier sum, or contains a step size whose value is known only
+   at run time (`ir/evidence/summands.py`). A chain of at least `MANY` sums with small branches stays fp32. The first sum may continue a
+   value that is no sum. A sum that a loop repeats counts as a whole chain. In an ONNX file, so does a value that each iteration of a loop
+   adds to or scales, such as a time `t = t + dt`.
 3. A chain of at least `STREAM` sums of any kind stays fp32 if torch.autocast holds them in fp32, because their first value is a looked-up
    row, a learnt state, zeros or an input. Examples are running sums and residual streams. Each sum must add a value that comes from a
    product, unless a computed factor, such as a gate, scales the earlier sum on all paths to the later sum. A norm does not end a
@@ -40,16 +40,15 @@ from amprewrite.tables.vocabulary import OpKind, Reason
 MANY = 8
 """Least length of a chain with small branches. One rounding in bf16 is off by up to 0.4 %, eight in the same direction by 3 %."""
 STREAM = 4
-"""Least length of a chain of sums that stays fp32 because torch.autocast holds it in fp32. A product rounds three times: both operands and
-its result. Four sums round more often than the product that reads the last sum. Both together exceed 1.5 times the error of that product.
-"""
+"""Least length of a chain of sums that stays fp32 because torch.autocast holds it in fp32. A product that reads the last sum rounds three
+times: both operands and its result. Four low sums add four roundings to these three, so that the error grows more than 1.5 times."""
 DEEP = 32
-"""Least number of sums of a residual stream that stays fp32 in a file. Their roundings are independent, so 32 of them are off by about six
-times the error of one. Networks of a dozen layers have 25 sums and stay below this limit."""
+"""Least number of sums of a residual stream that stays fp32 in an ONNX file. Their roundings are independent, so 32 of them are off by
+about six times the error of one. Networks of a dozen layers have 25 sums and stay below this limit."""
 FEW = 16
 """Largest number of ops on a path from a sum back to the earlier sum that it updates. One step of DDIM has four, and its branch as many."""
 LINEAR = ops_with(Trait.LINEAR_IN_FIRST, Trait.BOUNDS)
-"""Ops whose result counts as their only operand times one, if both have the same number of elements: copies, views, conversions, bounds."""
+"""Ops that count as a factor of one on their operand, if the result has as many elements: copies, views, conversions, bounds."""
 ONE = Factor()
 ENDS = ops_with(Trait.HAS_STEPS, Trait.SHARES_OUT)
 """Ops at which a path ends, because their results do not continue the value: roundings, comparisons and softmax."""
@@ -85,7 +84,7 @@ class _Way:
 
 
 _Ways = dict[str, dict[str, _Way]]
-"""For sums in the order of the graph: {name of an earlier value that the sum updates: the path back to it}."""
+"""{name of a sum: {name of an earlier value that the sum updates: the path back to it}}, with the sums in the order of the graph."""
 
 
 class _Sums:
@@ -202,7 +201,7 @@ class _Sums:
             yield self.graph[operand.value], _Way((*way.passed, node.name), factor, tuple(added), scaled)
 
     def _is_updated(self, state: OpNode, before: str, way: _Way) -> bool:
-        """True if a loop body makes the new state `state` from `before`, the old state, by adding to it or scaling it on the path `way`."""
+        """True if a loop body computes the loop variable `state` from its old value `before` by adding to it or scaling it (path `way`)."""
         same = self.graph[before].precision_group == state.precision_group != ""
         return same and any(self.graph[each].op in SUMS | FACTORS for each in way.passed)
 
