@@ -70,7 +70,7 @@ NORMALISE: tuple[Normalising, ...] = (
     FollowWrites(),  # let nodes after an in-place op read the op's result, so that the op may write to a cast copy
     PartSummands(),  # split baddbmm and addmm if the summand counts something, such as positions: only the sum must then stay fp32
     FusePatterns(),  # replace each norm, softmax or GELU that is written out in several ops by one op, whose kernel computes in fp32 inside
-    MarkLeaving(),  # insert a no-op conversion after a returned value that shares memory or has other readers: all of them use one cast
+    MarkLeaving(),  # insert a no-op conversion after a returned value that shares memory or has other readers, so that they share one cast
 )
 EVIDENCE: tuple[Deciding, ...] = (
     RepaintByRange(),  # keep in fp32 the values that the low format cannot hold, as calibration, weights and constants show
@@ -95,7 +95,7 @@ PIPELINES: dict[str, tuple[Deciding, ...]] = {
     "all-low": (PaintLists(), PaintAgreed(), PaintTies(), *EVIDENCE, RepaintShares(), PaintAllLow(), *PLAN),
     "given": (PaintAsGiven(), *PLAN),
 }
-"""The deciding passes by rule: op lists name the rule (`OpLists.rule`) that chooses formats. "given" is for a graph with a given plan."""
+"""{rule by which op lists choose formats (`OpLists.rule`): its deciding passes}. "given" is for a graph that must follow a given plan."""
 APPLY: tuple[Applying, ...] = (
     InsertCasts(),  # insert casts, and set dtype arguments to the planned formats; first, because the passes below change these casts
     InsertPads(),  # insert a pad where a padded region begins and a slice where it ends; casts of weights pad the weights

@@ -1,4 +1,4 @@
-"""Classes of the operators that graphs call, such as `aten.add.Tensor`, `aten.add` (all its overloads), and one that takes functions."""
+"""Classes of operators: OpOverload (`aten.add.Tensor`), OpOverloadPacket (`aten.add`), and HigherOrderOperator, which takes functions."""
 
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 

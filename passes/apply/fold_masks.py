@@ -60,8 +60,8 @@ class FoldMasks(Pass[RegionPlan, EditedGraph]):
 def copy_strided(value: torch.fx.Node, captured: Set[torch.fx.Node]) -> None:
     """Let the readers of `value` read a contiguous copy instead. `value` is an attention mask, or a tensor of which the mask is a view.
 
-    If the graph returns memory of `value`, ops that return views of this memory still read `value` itself, so that results share memory as
-    before. Of all nodes, only those in `captured`, the nodes of the captured graph, can be such views.
+    If the graph returns memory of `value`, ops that return views of this memory still read `value` itself, so that the results share memory
+    as before. Such ops are sought only in `captured`, the nodes of the captured graph, because passes insert no views.
     """
     kept = returned_memory(value.graph) & memory_of(value)
     views = {node for node in captured if not kept.isdisjoint(memory_of(node))}

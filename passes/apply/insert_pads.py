@@ -1,8 +1,8 @@
 """Insert the planned pads and slices into the fx graph, and set size arguments to physical (padded) sizes.
 
-1. Ops with sizes among their arguments (view, expand, split, slices, depthwise groups) get physical sizes. Attention gets the scale of its
-   logical (unpadded) head size. Batch norm in training pads its running statistics itself.
-2. A weight's cast becomes a cast that pads. Every other planned change of size is one node before the first of its users.
+1. Ops with sizes among their arguments (view, expand, split, slices, depthwise convolutions) get physical sizes. Attention gets the scale
+   of its logical (unpadded) head size. Batch norm in training becomes a function that pads the running statistics.
+2. A weight's cast becomes a cast that pads. For every other planned pad or slice, one node is inserted before the first of its users.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from amprewrite.tables.formats import FORMATS, dtype_name
 from amprewrite.tables.ops.op_lists import Trait, ops_with
 
 PAD = "amprewrite_pad"
-"""Key in a node's meta that marks nodes that this pass inserted or gave physical sizes."""
+"""Key in a node's meta that marks nodes that this pass inserted, or whose size arguments it set to padded sizes."""
 FRESH = ops_with(Trait.FRESH) | {"cast"}
 """Ops that accept any strides and return new memory. A slice that only such ops read may be a view of the padded tensor, without a copy."""
 

@@ -66,7 +66,7 @@ class _ProductInsertion:
                 name, _, gemm = reader.rpartition(".")
                 node = self.nodes[name]
                 value: Any = self._operand(node, copy.role)
-                value = value.args[3] if value.target is linked_copy else value  # take the low copy with which it shares memory
+                value = value.args[3] if value.target is linked_copy else value  # args[3] is the low copy that shares its memory
                 key = (copy.role, copy.write_version, value, copy.role == W and transposes(node), copy.largest)
                 read[key].add((node, gemm))
         made: dict[tuple[torch.fx.Node, str], torch.fx.Node] = {}

@@ -1,8 +1,8 @@
-"""Change norms, convolutions and recurrent layers whose low-precision kernels would give inexact results or wrong gradients.
+"""Change the norms, convolutions and recurrent layers that `plan-edits` names: low kernels of these are inexact or give wrong gradients.
 
 1. A norm without weights gets a weight of fp32 ones, so that its kernel computes mean and variance in fp32.
 2. A separate op in front of a convolution pads the convolution's input.
-3. A recurrent layer runs in parts of some time steps, with low-precision copies of its weights for each part. `plan-edits` chooses the ops.
+3. A recurrent layer runs in parts of some time steps, with low-precision copies of its weights for each part.
 
     before   batch_norm(x, None, None)
              conv2d(x, weight, bias, 2, 1)
@@ -40,7 +40,7 @@ class SuitKernels(Pass[RegionPlan, EditedGraph]):
 
 
 def _give_ones(node: torch.fx.Node) -> None:
-    """Give a norm without weights fp32 ones, one for each channel, so that a CPU kernel computes its statistics in fp32."""
+    """Pass fp32 ones, one for each channel, as the weight of a norm without weights. Its CPU kernel then computes statistics in fp32."""
     graph = node.graph
     values = node.args[0] if node.args else node.kwargs["input"]
     with graph.inserting_before(node):

@@ -43,7 +43,7 @@ class Emitted:
     copies: Mapping[int, frozenset[Copy | None]]
     """For each input, the low-precision copies (dtype, layout) that the graph reads, and None if the graph also reads the input itself."""
     low_alone: frozenset[int]
-    """Positions of the inputs that are cast to the low format and read in no other way."""
+    """Positions of the inputs that the graph reads only by casts to the low format, or not at all."""
     refused: Refusals
     """Errors of the ops that refused low-precision operands, by the name of the op. The first run fills it."""
 

@@ -40,7 +40,7 @@ ELEMENTS = 1 << 21
 """Largest number of weight elements in a group: up to 4 MB of bf16 gradients wait for the last one, and 8 MB of fp32 gradients are made at
 once. That is less than a bucket of DDP (25 MB), whose reduction waits for the whole group."""
 LEAST = 4
-"""Least number of weights in a group without a loss scale. The Python code of the group's node takes as long as two casts."""
+"""Least number of weights in a group without a loss scale. The Python code of its node takes as long as two casts and their launches."""
 WITHOUT_LAUNCHES = {"cpu"}
 """Types of devices on which a cast launches no kernel."""
 _CROSS = ("to", cast_in, unscale_gradient)

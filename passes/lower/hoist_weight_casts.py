@@ -170,7 +170,7 @@ def _made(node: torch.fx.Node, source: torch.fx.Node) -> Copy:
 def read_low_alone(module: torch.fx.GraphModule, low: Format) -> frozenset[int]:
     """Return the positions of the inputs that an edited graph reads only by casts to `low`, not by a view, another op or a function.
 
-    The bodies (subgraphs) of checkpoints count as parts of the graph.
+    The bodies (subgraphs) of checkpoints count as parts of the graph. Inputs that nothing reads are included.
     """
     return frozenset(place for place, source in enumerate(module.graph.find_nodes(op="placeholder")) if _reads_low(source, low.dtype))
 
@@ -230,7 +230,7 @@ def _goes_elsewhere(source: torch.fx.Node) -> bool:
 
 
 def with_cached_weights(run: CompiledFn, hoisted: list[Hoisted], cache: WeightCache) -> CompiledFn:
-    """Return a callable for calls without gradients, which calls `run` with low-precision weights from `cache` after its inputs.
+    """Return a callable that calls `run` with its inputs, followed by low copies of weights from `cache`. For calls without gradients.
 
     `hoisted` lists the copies: (position of the weight among the inputs, dtype, layout).
     """

@@ -1,10 +1,10 @@
 """Pass frozen weights (`amp.freeze()`) to a graph in the low format in which they are stored.
 
-1. A low-precision copy of a frozen weight becomes a trailing input, and each call passes the stored tensor. The weight cache plays no part.
+1. A low-precision copy of a frozen weight becomes a trailing input, and each call passes the stored tensor. No weight cache is used.
 2. For a frozen weight that is read in fp32, the graph takes its fp32 values if they are kept. Otherwise it takes the low values and casts
    them up.
 3. A graph that writes a frozen weight is refused, because the write would be lost.
-4. In an exported graph, which holds its weights, weights that are read only in the low format are stored in it.
+4. An exported graph holds its weights. Weights that it reads only in the low format are stored in the low format (`store_low`).
 """
 
 from __future__ import annotations

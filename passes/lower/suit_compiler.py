@@ -119,8 +119,8 @@ def return_low(graph: torch.fx.Graph) -> list[Widened]:
 def part_views(graph: torch.fx.Graph) -> None:
     """Copy, in place, each value that `scale_gradient` returns if several results of the graph share its memory.
 
-    AOTAutograd makes such results anew: it starts at the value that made their memory, and repeats all views. Without a copy, one of these
-    views is the `detach` inside `scale_gradient`, so the results lose their gradients. With a copy, the views start at the copy.
+    AOTAutograd computes such results anew: it starts at the value that owns their memory, and repeats all views. Without a copy, one of
+    these views is the `detach` inside `scale_gradient`, so the results lose their gradients. With a copy, the views start at the copy.
     """
     (output,) = graph.find_nodes(op="output")
     results = [memory_of(each) for each in output.args[0] if isinstance(each, torch.fx.Node)]

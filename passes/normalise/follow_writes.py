@@ -4,8 +4,8 @@
     after    y = x @ w; add_ = y.add_(b); mul = add_ * 2
 
 Then no node after the write reads `y` itself, so the write may go to a cast copy of `y`. In the example the product may run in bf16 and the
-sum in fp32, as if the model had written `y = y + b`. If the grad mode changes between the op that makes the value and the write, the nodes
-still read the value itself, because the two nodes then have different autograd histories.
+sum in fp32, as if the model had written `y = y + b`. If the grad mode changes between the op that makes the value and the write, readers
+still read the value itself, because the value and the result of the write then have different autograd histories.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
 The numbers are TensorFlow's: `paint-lists` does step 1 (allowed ops), `paint-after-deny` step 2. `OpKind` defines clear, infer, internal.
 
 3. A clear, infer or internal op on a path of such ops between two allowed ops is low.
-4. An infer or internal op that directly follows a low op is low, if no operand of it comes from a denied op or an op of step 2. TensorFlow
-   visits each node once, so its result depends on their order. Here the step repeats until nothing changes. TensorFlow has this step since
-   2025 (PR 84874). The op lists may switch it off (`infer_after_allow`).
+4. An infer or internal op that directly follows a low op is low, if no operand of it comes from a denied op or an op of step 2. In
+   TensorFlow the result depends on the order in which it visits nodes. Here the step repeats until nothing changes. TensorFlow has this
+   step since 2025 (PR 84874). The op lists may switch it off (`infer_after_allow`).
 5. Clear ops that touch a low node, from either side, are low.
 6. All other nodes are high.
 """

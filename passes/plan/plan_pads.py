@@ -48,7 +48,7 @@ def gains_nothing(problem: Problem) -> bool:
 def plan_pads(problem: Problem, casts: Iterable[Cast], colours: Mapping[str, Colour]) -> PadPlan:
     """Return the plan of the padding of one graph. It is empty if no option allows padding or no dim needs it.
 
-    If padding does not pay, the plan only lists the reasons. `casts` and `colours` are the planned casts, and colours of the nodes.
+    If padding does not pay, the plan only lists the reasons. `casts` and `colours` are the planned casts and the planned node colours.
     """
     if problem.pad is None or problem.pad.off or problem.pads_off:
         return PadPlan()
@@ -81,7 +81,7 @@ def plan_pads(problem: Problem, casts: Iterable[Cast], colours: Mapping[str, Col
 
 
 def _steep_norms(problem: Problem, colours: Mapping[str, Colour]) -> dict[str, str]:
-    """Return {name: reason} for low batch norms in training that must not be padded: padding makes a gradient penalty NaN (variance 0)."""
+    """Return {name: reason} for low batch norms in training that must not be padded: second derivatives overflow there (variance 0)."""
     low, norms = problem.policy.low, ops_with(Trait.TAKES_BATCH_MEAN)
     learns = {n: each.kwargs.get("eps", 1e-5) for n, each in problem.calls.items() if each.op in norms and each.kwargs.get("training")}
     # terms of the second derivative grow up to eps ** -1.5 in padding

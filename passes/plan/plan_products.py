@@ -2,8 +2,8 @@
 
 1. Candidates are low products of rows and a matrix (`Problem.matrix_products`). A product has one GEMM for its result and, with gradients,
    one GEMM for the gradient of each operand.
-2. Some GEMMs stay in bf16 by an override, by the recipe, as in another graph of the model, because the device has no fp8 units or waits for
-   the host, because kernels do not take their sizes, or because the result of the product is read as logits or decides a choice.
+2. Some GEMMs stay in bf16: by an override, by the recipe, or because another graph of the model decides so, the device has no fp8 units or
+   waits for the host, kernels do not take their sizes, or the result of the product is read as logits or decides a choice.
 3. Each other GEMM would save time in fp8, but needs kernels that make its copies. All readers of a value share the copies of the value. The
    best choice, found exactly, is a maximum-weight closure (`planner/min_cut.py`). A GEMM that a rule asks for is taken in any case.
 4. If the graphs of a model share one plan (`Policy.parity`), a graph without gradients is decided as if it had the GEMMs of training.
@@ -139,7 +139,7 @@ class _Choice:
         return self._gemm(gemm, pays, ProductReason.PAYS if pays else ProductReason.COSTS, self._shown(name, gemm))
 
     def _settled(self, name: str, gemm: str) -> GemmPlan | None:
-        """Return the decision on one GEMM if it depends on no other GEMM, for instance on an override; None if `_cheapest` decides."""
+        """Return the decision on one GEMM if it can be made alone, for instance by an override; None if `_cheapest` decides on it."""
         product, node = self.products[name], self.problem.graph[name]
         rule = self.policy.asked(name, node.module, gemm)
         if rule is not None and not rule.fp8:

@@ -78,7 +78,7 @@ class Roundings:
         self.rounded_anyway: set[str] = set()
         """Values that products alone read, directly or through views."""
         self.of_weights = {node.name for node in problem.graph if node.role in ("parameter", "buffer")}
-        """Weights, and results of ops that read only weights. Rows looked up in a weight do not count: they depend on positions."""
+        """Weights, and values computed from weights alone. Slices, looked-up rows and expanded views of weights do not count."""
         for node in problem.graph:
             given = [each.value for each in node.operands]
             if not given or not self.of_weights.issuperset(given):

@@ -4,8 +4,8 @@
    one forward pass, from a fit to the tail of its distribution, is above RISK. Masks that saturate by design are not at risk.
 2. *Underflow*. A value is at risk if all its elements lie below the normal range and it is not added to far larger values, or if elements
    would be flushed to zero before an op that has a pole at zero (log, reciprocal, rsqrt, a divisor).
-3. The op that makes such a value runs in fp32, and so does each op that would read a low copy of it (of such ops, before a pole, only the
-   op with the pole).
+3. The op that makes such a value runs in fp32, and so does every op that would read a low copy of the value. If a pole is the risk, only
+   the op with the pole does so, not the other readers.
 4. Weights are known without calibration: ops that read a weight beyond the range run in fp32, also if they read a view of the weight, such
    as `weight.t()`. A bias may be flushed to zero if the sum is far larger.
 5. Constants of a file are examined element by element (`ir/evidence/constants.py`).

@@ -15,8 +15,8 @@ Running sums occur in recurrences.
    row, a learnt state, zeros or an input. Examples are running sums and residual streams. Each sum must add a value that comes from a
    product, unless a computed factor, such as a gate, scales the earlier sum on all paths to the later sum. A norm does not end a
    chain, because `x = norm(x + f(x))` carries the roundings of x on. In an ONNX file fewer such chains stay fp32, because each cast is a
-   kernel, and there is no torch.autocast to be as exact as: a norm ends a chain, running sums need `MANY` sums, and chains that continue
-   through branches, such as residual streams, need `DEEP`.
+   kernel, and the file need not be as exact as torch.autocast. There a norm ends a chain, running sums need `MANY` sums, and chains that
+   continue through branches, such as residual streams, need `DEEP`.
 4. The ops that pass the value from one sum of a chain to the next stay fp32, too. The ops of f, and the scaling of its result, are left to
    later passes, because torch.autocast rounds there, too.
 5. Forced colours and overrides stay. Tied nodes (with shared memory or a shared kernel) get one colour.
@@ -48,7 +48,7 @@ about six times the error of one. Networks of a dozen layers have 25 sums and st
 FEW = 16
 """Largest number of ops on a path from a sum back to the earlier sum that it updates. One step of DDIM has four, and its branch as many."""
 LINEAR = ops_with(Trait.LINEAR_IN_FIRST, Trait.BOUNDS)
-"""Ops that count as a factor of one on their operand, if the result has as many elements: copies, views, conversions, bounds."""
+"""Ops whose result counts as equal to their only operand if it has as many elements: copies, views, conversions, bounds."""
 ONE = Factor()
 ENDS = ops_with(Trait.HAS_STEPS, Trait.SHARES_OUT)
 """Ops at which a path ends, because their results do not continue the value: roundings, comparisons and softmax."""
@@ -124,9 +124,9 @@ class _Sums:
             self.rounded.add(node.name)
 
     def found(self) -> tuple[frozenset[str], frozenset[str]]:
-        """Return (ops in chains of small steps `x = x + 0.1 * f(x)`, ops in chains of running sums `h = 0.9 * h + u[:, t]`), by name.
+        """Return two sets of op names: chains of small steps `x = x + 0.1 * f(x)`, and chains of running sums `h = 0.9 * h + u[:, t]`.
 
-        The ops of a chain are its sums, and the ops between one sum and the next. Rules 2 and 3 at the top of this file define the chains.
+        A chain consists of its sums, and of the ops between one sum and the next. Rules 2 and 3 at the top of this file define the chains.
         """
         ways = {node.name: dict(self._updated(node)) for node in self.graph if node.op in SUMS}
         steps = {name: small for name, of in ways.items() if (small := {before: way for before, way in of.items() if way.small})}
