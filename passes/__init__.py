@@ -81,7 +81,7 @@ PLAN: tuple[Deciding, ...] = (
     PlanPads(),  # choose the dims to round up for Tensor Cores, and the places of the pads and slices for these dims
     PlanProducts(),  # choose the products, forward and backward, that read fp8 copies of their operands, where that saves time
     PlanEdits(),  # clamp constants that become infinities in low ops, and change low ops whose kernels give inexact results or gradients
-    PlanMasks(),  # drop attention masks that are causal or allow all positions, because attention is faster without a mask
+    PlanMasks(),  # drop attention masks that are causal or allow all positions, skip repeated heads, copy masks that fused kernels refuse
 )
 KEEP = (RepaintCounts(), RepaintSmallSteps(), RepaintAsAutocast(), RepaintShares())
 """Passes that keep values in fp32, whatever that costs in time. Most of these values are fp32 under torch.autocast, too."""
@@ -102,7 +102,7 @@ APPLY: tuple[Applying, ...] = (
     SpreadCopies(),  # if many ops read one value, such as a weight of a recurrent cell, let autograd add up its gradients in fp32
     SuitKernels(),  # change low norms, convolutions and recurrent layers whose own kernels would give inexact results or wrong gradients
     ScaleLoss(),  # with a loss scale, scale gradients that enter the graph, so that small ones do not vanish; unscale gradients that leave
-    FoldMasks(),  # remove the masks from the attention calls that the plan names, because kernels without masks are faster
+    FoldMasks(),  # edit the attention calls that the plan names: drop masks, skip repeated heads, read contiguous copies of masks
     InsertProducts(),  # let the products that the plan names read fp8 copies of their operands; all readers of a value share its copies
     KeepViews(),  # return a result as a view if the fp32 graph returns a view, because autograd treats views differently
 )

@@ -1,6 +1,6 @@
 """Leave a graph in fp32 if its casts cost more than its low-precision ops save, and the user named no format.
 
-1. The pass applies only with `dtype=None`, the default lists, no overrides and the eager backend, which runs every cast as a kernel.
+1. The pass applies only with `dtype=None`, op lists with the rule "cost", no overrides, and the eager backend, where a cast is a kernel.
 2. It does not apply if another graph of the model runs some of the same ops low, because both graphs must give the same numbers.
 3. Compare the price of the current colours with the price of all ops in fp32. If fp32 is cheaper by more than MARGIN, paint all ops high.
 """

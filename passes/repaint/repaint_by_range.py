@@ -6,8 +6,8 @@
    would be flushed to zero before an op that has a pole at zero (log, reciprocal, rsqrt, a divisor).
 3. The op that makes such a value runs in fp32, and so does every op that would read a low copy of the value. If a pole is the risk, only
    the op with the pole does so, not the other readers.
-4. Weights are known without calibration: ops that read a weight beyond the range run in fp32, also if they read a view of the weight, such
-   as `weight.t()`. A bias may be flushed to zero if the sum is far larger.
+4. Weights are known without calibration. An op runs in fp32 if it reads a weight, or a view of it, with elements beyond the range, or with
+   so small elements that all would become zero. But a bias may become zero if a sample run shows a far larger sum.
 5. Constants of a file are examined element by element (`ir/evidence/constants.py`).
 6. *Cancellation.* A difference that is far smaller than its operands magnifies their rounding: the difference and its operands stay fp32.
 7. Tied nodes (with shared memory or a shared kernel) get one colour. Overrides stay in force, and a note names their risk.
