@@ -317,7 +317,7 @@ def _largest(node: Any, dim: int) -> list[Node] | None:
 
 
 def _scaled(factors: list[Any], width: Any) -> tuple[Any, Any, Any] | None:
-    """Return (x, v, weight) if `factors` are those of a norm, x · 1/√v · weight; None for others. The weight has `width` elements, or is None."""
+    """Return (x, v, weight) if `factors` are those of a norm, x · 1/√v · weight (`width` elements, or None); otherwise return None."""
     roots = [f[1] for f in factors if isinstance(f, tuple)]
     others = [f for f in factors if isinstance(f, Node)]
     if len(roots) != 1 or len(roots) + len(others) != len(factors):
