@@ -46,9 +46,9 @@ READ_BACK an op whose result is returned and read by the op's own backward.
 """
 RETURNED, SHARED, READ_BACK = "returned", "shared", "read back"
 MEMORY = "amprewrite_memory"
-"""Key in a node's meta: the storages of its result in eager PyTorch. It is set only if capture records different storages."""
+"""Key in a node's meta: the storages of its result in eager PyTorch. It is set only if the storages of its example value may differ."""
 FRESH = itertools.count(-1, -1)
-"""Ids for `MEMORY` of storages that capture does not record."""
+"""New storage ids for `MEMORY` (-1, -2, ...), for memory that no example value has."""
 HELD = "amprewrite_held"
 """Key in the meta of a graph input that the model holds (a weight, a global) instead of taking it as an argument."""
 NODE = "amprewrite_node"
@@ -318,7 +318,7 @@ def written(node: torch.fx.Node) -> tuple[torch.fx.Node, ...]:
     if "out" not in kwargs and not _may_write(node.target):
         return ()
     written = _nodes_in(kwargs.get("out"))
-    if type(node.target).__module__ == NUMPY_CALLS:  # names such as "fill" and "sort" do not tell writes; version counters of the trace do
+    if type(node.target).__module__ == NUMPY_CALLS:  # NumPy names such as "sort" do not show writes, but version counters do
         written += [a for a in node.all_input_nodes if any(t.is_inference() or t._version for t in tensors(example_value(a)))]
     first = node.args[0] if node.args else kwargs.get("input", kwargs.get("self"))
     if isinstance(first, torch.fx.Node) and node.op in ("call_function", "call_method"):

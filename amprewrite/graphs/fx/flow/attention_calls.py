@@ -1,4 +1,4 @@
-"""Find attention calls that would be faster with other operands: the original key and value heads, not repeated, or a contiguous mask.
+"""Find attention calls that would be faster if they read the original key and value heads instead of repeated ones, or a contiguous mask.
 
 Some calls read a copy of the key and value heads for each query head, although the kernel can read the original heads.
 
@@ -18,8 +18,8 @@ Some masks are not contiguous along their last dim.
 Fused GPU kernels take no such mask (`check_last_dim_stride_equals_1_dense`, ATen/native/transformers/sdp_utils_cpp.h). Attention then
 converts queries, keys and values to fp32, multiplies in fp32, and saves fp32 operands and attention weights for backward.
 
-Elementwise ops pass the layout of an operand on to their result. So the value to copy is the first with this layout, here `bias`: it is
-smaller than the mask, and one copy serves all layers.
+Elementwise ops give their result the strides of an operand. So the mask has its strides from an earlier value, here `bias`. A contiguous
+copy is made of this value: it is smaller than the mask, and one copy serves all layers.
 """
 
 from __future__ import annotations

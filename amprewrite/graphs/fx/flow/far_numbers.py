@@ -40,11 +40,11 @@ class FarNumbers(MaskRules[torch.fx.Node]):
     def __init__(self, low: Format) -> None:
         super().__init__(low)
         self.sides: dict[torch.fx.Node, frozenset[int]] = {}
-        """By value: the signs of the constants beyond the range that the value holds: ABOVE zero, BELOW zero, or both."""
+        """{value: signs of the constants in it that are beyond the low format's range: ABOVE (zero), BELOW, or both}."""
         self.sizes: dict[torch.fx.Node, float] = {}
-        """By value: an upper bound of the magnitudes of the constants beyond the range that it holds."""
+        """{value: upper bound of the magnitudes of its constants beyond the low format's range}."""
         self.computed_with: set[torch.fx.Node] = set()
-        """The values of `sides` whose constants some op may compute with. Constants in other values only block positions of masks."""
+        """The keys of `sides` whose constants some op may compute with. In the other keys, constants only block positions, as in a mask."""
 
     def reads(self, value: torch.fx.Node) -> Iterator[Read[torch.fx.Node]]:
         """Yield a `Read` for each use of `value` as an operand. It says how the op treats numbers beyond the low format's range.
@@ -120,9 +120,9 @@ class FarNumbers(MaskRules[torch.fx.Node]):
         """Return (high, reason, detail), to force the op to fp32, if a constant does not fit the low format; otherwise None.
 
         A constant argument does not fit if it becomes zero in an op for which zero matters, such as `div`, or if it exceeds the range and
-        cannot be clamped to ±max. A factor does not fit if an ordinary activation (`_ORDINARY`, 64) times the factor exceeds the range, or
-        if 1 times the factor is below the smallest normal number, where bits are lost. An operand does not fit if it holds constants beyond
-        the range and an op may compute with them, instead of using them as a mask.
+        cannot be clamped to ±max. A factor of `mul` does not fit if 64 (`_ORDINARY`) times the factor exceeds the range. Nor does a factor,
+        or 1 / a divisor, that is below the smallest normal number, where bits are lost. An operand does not fit if it holds constants
+        beyond the range and an op may compute with them, instead of using them as a mask.
         """
         low = self.low
         for constant in _constants(fact.node):

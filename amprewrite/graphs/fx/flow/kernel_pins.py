@@ -52,14 +52,14 @@ def pin_unset(fact: Fact, low: Format) -> Pin | None:
 def read_bare_taps(nodes: Mapping[str, torch.fx.Node], low: Format) -> tuple[str, ...]:
     """Return the names of the convolutions whose low backward leaves the gradients of bare taps uninitialised.
 
-    A bare tap is a position of the kernel that meets only padding. Transposed convolutions are left out. Symbolic sizes count by their
-    value at capture.
+    A bare tap is a position of the kernel that meets only padding. Padded convolutions in three dims with a kernel wider than the input
+    are included, too. Transposed convolutions are left out. Symbolic sizes count by their value at capture.
     """
     return tuple(name for name, node in nodes.items() if _may_be_unset(node, low) and _has_bare_taps(node, transposed=False))
 
 
 def read_run_by_steps(nodes: Mapping[str, torch.fx.Node], low: Format, trained: Set[str]) -> tuple[str, ...]:
-    """Return the names of trained recurrent layers that run separate ops for each time step and have more than STEPS steps.
+    """Return the names of trained recurrent layers that run more than STEPS (16) time steps, with separate ops for each step.
 
     A layer is trained if one of its weights is in `trained`, the names of all values that get gradients. A layer on packed sequences is
     included even if it has fewer steps, or if its device has one kernel for all steps.
@@ -147,8 +147,8 @@ def pin_summing(fact: Fact, lists: OpLists, trained: Set[torch.fx.Node], learnin
 
     If the op ran low, this gradient would be added up in the low format: by its backward kernel, as in `embedding`, or by autograd, because
     the op reads one value more than MOST_READERS times. `learning` are all values that get gradients. `trained` are the values among them
-    that torch.autocast keeps in fp32, with their gradients. If torch.autocast runs the op in fp32 and the kernel adds up, the gradients of
-    all `learning` values are added up in fp32. The pin applies under all op lists, but not to an op with a user's override.
+    that are fp32 under torch.autocast, so that it adds up their gradients in fp32. If the kernel adds up and torch.autocast runs the op in
+    fp32, all `learning` values count as `trained`. The pin applies under all op lists, but not to an op with a user's override.
     """
     if fact.row is None or fact.role != "op" or fact.kind in (None, OpKind.DENY) or fact.row.kind is OpKind.ALLOW or fact.op in lists.asked:
         return None
@@ -194,7 +194,7 @@ def pin_uneven(fact: Fact, kind: OpKind | None, lists: OpLists) -> Pin | None:
 
 _STOP, _WINDOWS = ops_with(Trait.STOPS_GRADIENT), ops_with(Trait.READS_WINDOWS)
 _POOLED = {f"{kind}_pool{dims}d": dims for kind in ("avg", "max") for dims in (1, 2, 3)}
-"""Dims of the windows of ops with an argument `kernel_size`. The windows of adaptive pools share their elements out."""
+"""{pool with an argument `kernel_size`: number of dims of its windows}. For other ops, each result element counts as one read element."""
 MOST_READERS = 8
 """Largest number of gradients of one value that may be added up in a low format.
 

@@ -4,14 +4,14 @@ By these factors the pass `repaint-small-steps` finds samplers and solvers, whic
 of `f(x)` to x. A factor is a number or a tensor of one of three kinds. Dims of size 1 do not count below.
 
 1. A schedule holds step sizes, such as `sigmas[i + 1] - sigmas[i]` or `alphas[t].sqrt()`. It has at most one dim, and fewer dims than the
-   result of the op that uses it. It is computed without a product from buffers, inputs and constants. A value computed from random draws
-   or booleans (stochastic depth, padding) is no schedule, because such values scale residual streams, which take large steps.
+   result of the op that uses it. It is computed from buffers, inputs and constants, without matrix products. A value computed from random
+   draws or booleans (stochastic depth, padding) is no schedule, because such values scale residual streams, which take large steps.
 2. A learnt factor is computed from parameters (LayerScale, ReZero, a learnt step) and has at most one dim. Its size is its root mean
    square, which is known at capture. A learnt factor of unknown size counts as small.
 3. Noise has any number of dims. It is drawn from a normal distribution, is a floating input, or is computed from these alone. A stochastic
    solver multiplies the result of a network by noise. A value computed from integers is no noise, because it may be a mask.
 
-The numbers of schedules and noise are known only when the graph runs, so both count as small. An input may count as either.
+The numbers of schedules and noise are known only when the graph runs, so both count as small. An input may count as a schedule or as noise.
 
 This file has special code for `div`, which is not linear if it has a rounding mode.
 """
@@ -31,7 +31,7 @@ from amprewrite.tables.ops.op_lists import Trait, find_op, op_name, ops_with
 from amprewrite.tables.vocabulary import OpKind
 
 OPERANDS = ("other", "end", "tensor1", "tensor2", "weight")
-"""Names of the operands after the first of `add`, `sub`, `mul`, `div`, `addcmul`, `addcdiv` and `lerp`, in order."""
+"""Keywords for the operands after the first of `add`, `sub`, `mul`, `div`, `addcmul`, `addcdiv` and `lerp`, in the operands' order."""
 RANDOM, NORMAL, FACTORS = ops_with(Trait.RANDOM), ops_with(Trait.DRAWS_NORMAL), ops_with(Trait.SCALES)
 
 

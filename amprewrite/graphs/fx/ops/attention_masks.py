@@ -27,10 +27,7 @@ PURE = ops_with(Trait.MAKES_MASK) | {saturate.__name__}
 MOST_ELEMENTS = 1 << 27
 """Largest number of elements of a mask whose values are read. The check takes three bytes of memory for each element."""
 _BLOCKED = -6e4
-"""Highest number that blocks a position when it is added to an attention score, because the exponential of the sum is 0.
-
-The lowest fp16 number, -65504, is below this limit.
-"""
+"""Highest number that, added to an attention score, blocks a position: exp of the sum is 0. fp16's lowest number, -65504, is below it."""
 
 
 class Kind(Enum):
@@ -185,10 +182,10 @@ def look_at_mask(mask: Tensor, query: Tensor, key: Tensor) -> tuple[Tensor | Non
 
 
 def kind_of(mask: Tensor, lengths: tuple[int, int]) -> Kind:
-    """Return the `Kind` of `mask`, which broadcasts to (..., queries, keys). `lengths` is (number of queries, number of keys).
+    """Return which positions `mask` allows: ALL, CAUSAL (for each query, its own and earlier positions), or OTHER.
 
-    A boolean mask allows a position by True. A mask that is added to the scores allows a position by 0. The kind is OTHER if the mask has
-    more than MOST_ELEMENTS elements, or if a number in it neither allows nor blocks a position.
+    `mask` broadcasts to (..., queries, keys), and `lengths` is (number of queries, number of keys). True in a boolean mask, or 0 in a mask
+    that is added to scores, allows a position. Masks with numbers that neither allow nor block, or over MOST_ELEMENTS elements, are OTHER.
     """
     mask = mask.detach()[tuple(0 if step == 0 and at < mask.dim() - 2 else slice(None) for at, step in enumerate(mask.stride()))]
     if mask.numel() > MOST_ELEMENTS:

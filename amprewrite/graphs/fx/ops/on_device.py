@@ -1,6 +1,6 @@
 """Move a loss scale between devices, keep its state usable inside a CUDA graph, and take a rank's part of a distributed tensor.
 
-The functions have a separate file, so that a module that calls them does not import the kernels.
+The functions have a file of their own, so that a module that calls them imports no kernels: the file imports only torch.
 
 A replay of a CUDA graph runs kernels on fixed addresses, and runs no Python. So a loss scale that the graph updates cannot be a new tensor
 at each step, and the overflow flag of a step cannot be a Python attribute:
@@ -35,7 +35,7 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 EMPTY = -1.0
-"""Value of an empty mailbox."""
+"""Number in a mailbox (the tensor in which the overflow flag of a step waits) while no flag waits there."""
 
 
 def recording(device: torch.device) -> bool:

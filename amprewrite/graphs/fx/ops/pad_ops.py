@@ -1,7 +1,7 @@
 """Functions that a padded graph calls: to add and remove padding, to cast and pad a weight, and to run batch norm on padded channels.
 
 The *logical* sizes of a tensor exclude padding, its *physical* sizes include it. Padding a weight costs no more than its cast: the cast
-writes into the logical part of memory that is zero elsewhere. Under a compiler it is a cast and a pad, which the compiler fuses.
+writes into the logical part of memory that is zero elsewhere. In a compiled graph a cast and a pad do this, and the compiler fuses them.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ def resize(x: Tensor, have: Layout, want: Layout, refresh: bool = False, dense: 
 def _opened(x: Tensor, layout: Layout, side: int) -> tuple[Tensor, list[tuple[int, int]]]:
     """Return (`x` with every composed dim of `layout` split into its axes, (logical, physical) size of each axis).
 
-    A composed dim joins several axes, such as heads and the size of a head. `side` is 0 if `x` has logical sizes, 1 if `x` has physical
-    (padded) sizes. An axis outside of `layout` gets the pair (0, 0).
+    A composed dim joins several axes, such as heads and the size of a head. `side` is 0 if `x` has logical (unpadded) sizes, 1 if it has
+    physical (padded) sizes. An axis outside of `layout` gets the pair (0, 0).
     """
     pads: list[list[tuple[int, int]]] = [[(0, 0)] for _ in range(x.dim())]
     for dim, factors in layout:
@@ -80,7 +80,7 @@ def _closed(x: Tensor, layout: Layout) -> Tensor:
 
 # -- weights --------------------------------------------------------------------------------------
 def _padded_copy(w: Tensor, dtype: torch.dtype, layout: Layout) -> Tensor:
-    """Return `w.to(dtype)` padded as in `layout`. Autograd records nothing."""
+    """Return `w.to(dtype)` padded as in `layout`. It is called only where autograd records nothing."""
     if not is_plain(w):  # tensor subclasses and traced tensors are padded by ops, because their memory cannot be written here
         return pad_dims(w.to(dtype), layout)
     last = w.dim() == 4 and not w.is_contiguous() and w.is_contiguous(memory_format=torch.channels_last)

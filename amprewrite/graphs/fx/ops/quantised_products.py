@@ -102,10 +102,10 @@ def constant_scale(like: Tensor, largest: float, fmt: Format, power_of_two: bool
 
 
 def quantise_rows(matrix: Tensor, fmt: Format, power_of_two: bool) -> Scaled:
-    """Return `matrix` in `fmt` with one scale for each row, as in `scale_of`. Our Triton kernel, if it runs, reads the matrix only once."""
+    """Return `matrix` quantised to `fmt`, each row with its own scale. With `power_of_two`, scales are rounded down to powers of two."""
     found = by_kernel(matrix, lambda kernels: kernels.cast_rows(matrix, fmt.dtype, SMALLEST, power_of_two))
     if found is not None:
-        return Scaled(*found)
+        return Scaled(*found)  # by our Triton kernel, which reads the matrix only once
     scale = scale_of(matrix, fmt, ROWS, power_of_two)
     return Scaled(quantise_matrix(matrix, fmt, scale, True, False)[0], scale)
 
@@ -188,9 +188,9 @@ def copies(
     """Return (untransposed, transposed) fp8 copies of an operand or a gradient, each None if no GEMM named in `gemms` reads it.
 
     `role` is x or w for an operand, and g for a gradient. `matrix` is the operand, or its transpose if `transposed`. The recipe gives a
-    copy one scale for the whole tensor, or one scale for each row. Two copies with one scale for the tensor have the same scale. If only
-    one copy has scales for its rows, the other copy has the smallest of these, which is the scale of the whole tensor. But if `largest` is
-    given, the scale of a whole tensor is computed from `largest`, and larger magnitudes saturate.
+    copy one scale for the whole tensor, or one scale for each row. If both copies have one scale for the tensor, it is the same number. If
+    only one copy has scales for its rows, the scale of the other copy is the smallest of these. But if `largest` is given, a scale for the
+    whole tensor is computed from `largest`, and larger magnitudes saturate.
     """
     fmt, layout = recipe.format(role), dict(zip(WAYS, reversed(WAYS) if transposed else WAYS, strict=True))
     scalings = {layout[way]: recipe.scaling(role, way) for gemm in gemms for each, way in READS[gemm] if each == role}

@@ -90,7 +90,7 @@ def _times(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def nan_if_infinite(gradient: Tensor) -> Tensor:
-    """Return `gradient` with NaN in place of infinities, for a hook: a clamp would turn an infinity, but not NaN, into a wrong number."""
+    """Return `gradient` with NaN in place of infinities: a hook that clamps would make an infinity finite, but it leaves NaN unchanged."""
     return gradient + (gradient - gradient)
 
 
@@ -103,7 +103,7 @@ def is_hooked(x: Tensor) -> bool:
 def leaving(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     """Return `gradient * factor` as `dtype`, multiplied in fp32 at least. If gradients are enabled, the result can be differentiated.
 
-    For a gradient that leaves the region, `factor` is the inverse of the loss scale, so the result is the true gradient.
+    For a gradient that leaves the rewritten graph, `factor` is the inverse of the loss scale, so the result is the true gradient.
     """
     if torch.is_grad_enabled():
         return applied(_Times, gradient, factor, factor.clone(), dtype)

@@ -146,8 +146,7 @@ def amax_of(matrix: Tensor) -> Tensor:
 def scale_of(matrix: Tensor, dtype: torch.dtype, smallest: float, power_of_two: bool) -> Tensor:
     """Return the 0-dim fp32 scale for a cast of a dense `matrix` to `dtype`.
 
-    If the amax of the matrix is below `smallest`, `smallest` is used instead. With `power_of_two`, the scale is rounded down to a power of
-    two.
+    An amax below `smallest` counts as `smallest`. With `power_of_two`, the scale is rounded down to a power of two.
     """
     amax = amax_of(matrix)
     scale = torch.empty_like(amax)

@@ -61,7 +61,10 @@ class Ties:
     group: dict[torch.fx.Node, torch.fx.Node]
     """Representative of the group of each node."""
     writes_state: set[torch.fx.Node]
-    """Representatives of the groups that must be fp32: they write to an input, parameter or buffer, or a body graph writes to them."""
+    """Representatives of the groups that must be fp32, because of a write to their memory.
+
+    The write goes to an input, parameter or buffer, or to a complex or integer view, or a body graph makes it.
+    """
     size: Counter[torch.fx.Node]
     """Number of nodes in a group, by its representative."""
     kept: set[torch.fx.Node]
@@ -292,7 +295,7 @@ def memory(facts: dict[torch.fx.Node, Fact], training: bool) -> tuple[Ties, Call
             (inner,) = node.all_input_nodes[:1]
             union.join(node, inner)
             # An op such as dropout with p=0 returns its operand itself, so the operand has the hook, too.
-            # Stop at a conversion of MarkLeaving (RETURNED): nothing else reads the operand of this conversion.
+            # Stop at a conversion that mark_leaving inserted (RETURNED): nothing else reads its operand.
             while inner.meta.get(LEAVES) != RETURNED and (before := same_tensor(inner)) is not None:
                 union.join(inner, before)
                 inner = before
@@ -312,7 +315,7 @@ def memory(facts: dict[torch.fx.Node, Fact], training: bool) -> tuple[Ties, Call
             if written_later and facts[operand].dtype == "fp32" and given.isdisjoint(_lies_in(fact)):
                 union.join(node, operand)
                 kept.add(node)
-    # Keep a tensor in fp32 if a complex or integer view of it is written: of a low tensor, the write would change only a cast copy.
+    # Keep a tensor in fp32 if a complex or integer view of it is written: if it were low, only a cast copy of it would change.
     odd = [target for fact in facts.values() for target in fact.writes if facts[target].dtype != "fp32"]
     seen_otherwise = {storage for target in odd for storage in memory_of(target)}
     for node, fact in facts.items():

@@ -46,8 +46,8 @@ def kept_high(node: torch.fx.Node, name: str, scaled: bool) -> Reason | None:
 
     `node` runs the body graph, which the attribute `name` holds. UNSCALED: the loss is scaled (`scaled`), but a hook or a nonlinear
     backward of the user gets gradients without the scale, and low ops would flush them to zero. UNSEEN: the body graph is the backward of
-    an autograd Function, and no sample run shows its range. The forward of such a Function may run low, because autograd does not
-    differentiate it.
+    an autograd Function, and no sample run shows the range of its values. The forward of such a Function may run low, because autograd
+    does not differentiate it.
     """
     if _of_function(node) and _is_forward(node, name):
         return None
@@ -137,7 +137,7 @@ def _hands_on_factor(node: torch.fx.Node, scaled: set[torch.fx.Node], zeros: set
 
 
 def leads_nowhere(node: torch.fx.Node, name: str, body: torch.fx.GraphModule) -> set[torch.fx.Node]:
-    """Return the ops of the body graph `body` on which no result with a gradient and no state for the next iteration of a loop depends.
+    """Return the ops of the body graph `body` that affect neither a result with a gradient nor the state for a loop's next iteration.
 
     The ops should stay fp32, because autograd gives them gradients of zeros, and zero times an infinity is NaN. `node` runs `body`, which
     the attribute `name` holds. In the forward of an autograd Function, saved values do not count as results. For the backward of such a

@@ -199,7 +199,7 @@ def bias_of(node: torch.fx.Node) -> torch.fx.Node | None:
 
 
 def transposes(node: torch.fx.Node) -> bool:
-    """True if w is the transpose of a `linear` weight: w is (k, n), and `node` computes x · w. False for x · wᵀ with w of shape (n, k)."""
+    """True if `node` computes the product x · w, with w of shape (k, n). False for x · wᵀ with w of shape (n, k), as in `linear`."""
     return op_name(node.target) != "linear"
 
 

@@ -18,7 +18,7 @@ graph the conversion returns `x` itself. Every plan runs it in fp32, so in the e
    view of a tensor inside the op, as `linear` with more than two dims does, a view follows the conversion, because autograd treats a view
    and a base differently after an in-place write. No view follows a result of a checkpoint whose body reads it (`_may_be_viewed` says why).
 2. *Values*, in graphs with gradients. If ops in the graph read a result, the idle conversion follows the result, unless rule 1 applies. If
-   a value has hooks, the conversion precedes the hooks, so that they get its whole gradient in fp32, and are on a result that leaves.
+   a value has hooks, the conversion precedes them, so that they get its whole gradient in fp32, and belong to the tensor the caller gets.
 3. *Second derivatives*, in graphs with gradients. If the backward of an op reads the op's result, as for `tanh`, a second backward gives
    the result a gradient. If the graph returns such a result, the op itself runs in fp32 and gets no idle conversion.
 
@@ -62,9 +62,9 @@ _STOP = ops_with(Trait.STOPS_GRADIENT)
 
 
 def mark_leaving(graph: torch.fx.Graph, make_own: Callable[[], Callable[[Node], Node]], without_grad: set[Node] | None) -> bool:
-    """Prepare the values that a graph returns, by the rules of this file: insert no-op conversions, and mark nodes that must be fp32.
+    """Make a graph and its caller use the same fp32 tensor for each result: insert no-op conversions, and mark nodes that must be fp32.
 
-    Return False, without any change, if the rules concern no node. The edits are made in a copy of the graph: `make_own` copies the graph
+    Return False, without any change, if no node needs this. The edits are made in a copy of the graph: `make_own` copies the graph
     and returns a function from each node to its copy. A mark is the reason for fp32, under the key LEAVES in the meta of a node.
     `without_grad` are the nodes that run without gradients; with None, the rules for graphs with gradients do not apply.
     """
@@ -180,7 +180,7 @@ def _view(graph: torch.fx.Graph, node: Node) -> None:
 
 
 def read_results(graph: torch.fx.Graph) -> Iterator[Node]:
-    """Yield each result of `graph` and each operand of torch.autograd.grad to which an op that reads it in `graph` may send a gradient."""
+    """Yield the results of `graph`, and the operands of torch.autograd.grad in it, that may get a gradient from an op of `graph`."""
     apart = _inside_transforms(graph)
     asked = (node for call in graph.find_nodes(op="call_function", target=torch.autograd.grad) for node in call.all_input_nodes)
     for node in dict.fromkeys((*_results(graph), *asked)):

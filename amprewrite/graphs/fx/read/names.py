@@ -33,14 +33,14 @@ from amprewrite.torch_internals.operators import HigherOrderOperator
 _PATH = re.compile(r"_(?:modules|parameters|buffers)\['([^']+)'\]|\.(\w+)|\[['\"]?([^'\"\]]+)['\"]?\]")
 
 _CALL = re.compile(r"\._compiled_call_impl(?:\.__\w+__(?:\[\d+\])?|\.cell_contents)+")
-"""Dynamo's path from a module back to itself, through closure cells of the `_compiled_call_impl` that this package sets (`part_call`).
+"""Matches Dynamo's path from a module back to itself, through closure cells of the `_compiled_call_impl` that this package sets on it.
 
 Dynamo takes this path where a class overrides `__call__`, as layers of transformers do: their `super().__call__` is traced as code.
 """
 
 
 def module_path(node: torch.fx.Node, entry: str) -> str:
-    """Return the path, from the root of the rewritten model, of the module that called `node`. `entry` is the captured module's path."""
+    """Return the path in the rewritten model of the module that called the op `node`. `entry` is the path of the captured module."""
     stack = node.meta.get("nn_module_stack")
     inner = ""
     if stack:

@@ -39,7 +39,7 @@ from amprewrite.torch_internals.operators import HigherOrderOperator
 from amprewrite.torch_internals.trees import tree_leaves
 
 _PLACES = ("index", "indices", "out", "pad", "size", "output_size")
-"""Names of the arguments of which no op reads the numbers into its result: places in a tensor, sizes, the tensor that gets the result."""
+"""Names of arguments whose numbers do not enter an op's result: indices, sizes, and the tensor `out` that gets the result."""
 _NORMS = ops_with(Trait.TAKES_MEAN_AWAY) | {"rms_norm"}
 
 
@@ -59,7 +59,7 @@ def weights_among(captured: Captured, inputs: Sequence[Any]) -> dict[str, Tensor
 
 
 def _plain_weights(captured: Captured, inputs: Sequence[Any]) -> dict[str, Tensor]:
-    """Return {name: tensor} of the fp32 parameters and buffers, as `weights_among` does, but also if the low format has fp32's range."""
+    """Return {name in the op graph: tensor} of the fp32 parameters and buffers. Distributed, fake and empty tensors are left out."""
     names, graph = captured.names, captured.module.graph
     found: dict[str, Tensor] = {}
     for node, value in held_values(graph, inputs):
@@ -91,7 +91,7 @@ def offsets(captured: Captured, inputs: Sequence[Any]) -> frozenset[str]:
 
 
 def _rounds_scores(captured: Captured, name: str, weight: Tensor, scores: Mapping[str, bool]) -> Any:
-    """Return whether `weight` is a buffer that is only added to attention scores and that the low format rounds.
+    """Return whether `weight` is a buffer that is only added to attention scores, and the low format would round its numbers.
 
     The result is False or a 0-dim boolean tensor. `scores[name]` is True for a weight that is only added to scores. Numbers below -BLOCKS
     count as -BLOCKS, because a softmax returns about zero for all of them.
@@ -163,8 +163,8 @@ def read_counts(captured: Captured, inputs: Sequence[Any], handed: Sequence[Coun
     """Mark the matrix products of a captured graph that must stay fp32, because a low format would round whole numbers that they multiply.
 
     Such numbers are positions, for example (`ir/evidence/counts.py`). A marked product has `counted` set in the op graph. Also set
-    `captured.counts`, the `Count` of every value. A graph without products and body graphs is left unchanged, and `captured.counts` is not
-    set. `find_counts` describes `inputs` and `handed`.
+    `captured.counts`, the `Count` of every value. Nothing is set if the graph has no body graph, and no op with FLOPs such as a matrix
+    product. `inputs` are the real inputs. For a body graph, `handed` has the `Count` of each input (see `find_counts`).
     """
     graph = captured.module.graph
     if any(node.flops for node in captured.problem.graph) or any(map(is_opaque, graph.nodes)):

@@ -190,7 +190,7 @@ def without_grad(graph: torch.fx.Graph, grad: bool) -> set[torch.fx.Node]:
     return found
 
 
-# -- 2. operands ------------------------------------------------------------------------
+# -- step 2 of the module's docstring: operands -----------------------------------------
 def _operands(
     fact: Fact,
     facts: dict[torch.fx.Node, Fact],
@@ -244,7 +244,7 @@ def _demand(fact: Fact, parameter: str, kind: OpKind | None, feeder: Fact) -> De
     return Demand.PROMOTE if row.promotes else Demand.COLOUR
 
 
-# -- 3. pins -----------------------------------------------------------------------------
+# -- step 3 of the module's docstring: pins ----------------------------------------------
 def _pin(fact: Fact, kind: OpKind | None, low: Format, ties: Ties, far: FarNumbers) -> tuple[Colour, Reason, str] | None:
     """Return (colour, reason, detail) if facts decide the colour: high (fp32), or plain (never cast). None if the planner may choose."""
     if fact.role == "op" and fact.dtype in LOW_NAMES:
@@ -283,7 +283,8 @@ def _pin(fact: Fact, kind: OpKind | None, low: Format, ties: Ties, far: FarNumbe
 def _pin_dtype(fact: Fact) -> tuple[Colour, Reason, str] | None:
     """Return (high, reason, detail) if the model's code asks for fp32 by a conversion or a dtype argument; otherwise None.
 
-    If a conversion takes its dtype from another tensor instead, as `x.to(y.dtype)` does, set `fact.relative`.
+    If a conversion takes its dtype from another tensor instead, as `x.to(y.dtype)` does, set `fact.relative`. For an op with a dtype
+    argument, such as `sum(x, dtype=float32)`, set its operand's demand to ANY: the op may read x in either format.
     """
     node = fact.node
     if fact.op in ABSOLUTE:

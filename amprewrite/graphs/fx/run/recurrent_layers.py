@@ -110,7 +110,7 @@ def _run_direction(
 
 
 def _parts(rows: Tensor, sizes: Tensor | None) -> Iterable[tuple[Tensor, ...]]:
-    """Split `rows` into parts of STEPS time steps, each (rows,). For a packed sequence with batch sizes `sizes`: (rows, batch sizes)."""
+    """Return the parts of STEPS time steps of `rows`, each as (part,), or as (part, its batch sizes) if `rows` is a packed sequence."""
     if sizes is None:
         return ((part,) for part in rows.split(STEPS))
     parts = sizes.split(STEPS)

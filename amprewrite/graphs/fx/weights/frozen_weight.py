@@ -39,10 +39,10 @@ _SHAPE_ONLY = {
 }  # fmt: skip
 """Ops that read only the shape of a tensor, not its values, so that they need no warning."""
 _MAKES_FAKES = "torch._subclasses.meta_utils"
-"""The torch module that makes fake tensors. `untyped_storage` checks if this module calls it: a fake needs a storage of fp32's size."""
+"""Name of the torch module that makes fake tensors. For a call from it, `untyped_storage` returns a storage of fp32's size."""
 REMEDY = "call amp.unfreeze(state_dict) with the fp32 values first"
 _OWN = {"stored", "padded", "high", "trains", "detached", "_stand_in", "_is_param"}
-"""Attributes of a FrozenWeight that are not of the weight before freezing."""
+"""Names of the attributes that this class itself sets. Other code set any other attribute, and copies of the weight keep it."""
 
 
 class FrozenWeight(Tensor):
