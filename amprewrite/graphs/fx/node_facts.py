@@ -407,7 +407,7 @@ def bodies(node: torch.fx.Node) -> list[torch.fx.GraphModule]:
 def _written_by_bodies(node: torch.fx.Node, write: Callable[[torch.fx.Node], Iterable[torch.fx.Node]] = written) -> list[torch.fx.Node]:
     """Return the operands that the body graphs of a higher-order op write. `write(node)` returns the operands that one node writes.
 
-    Only for a checkpoint is it known which operand a body input receives. For other ops, return all operands if a body writes an input.
+    For other ops than checkpoints it is not known which operand a body input receives: all operands are returned if a body writes an input.
     """
     operands = [a for a in tree_leaves((node.args, node.kwargs)) if isinstance(a, torch.fx.Node) and tensors(example_value(a))]
     if "mutation" in node.target.name():  # type: ignore[union-attr]

@@ -166,7 +166,7 @@ def pin_summing(fact: Fact, lists: OpLists, trained: Set[torch.fx.Node], learnin
 def _windows_over(node: torch.fx.Node) -> float:
     """Return how many windows of an op such as `avg_pool2d` or `unfold` contain one element of its operand, on average.
 
-    An average over 3 x 3 elements gives nine with stride 1 and one with stride 3. Symbolic sizes count by their value at capture.
+    For a 3 x 3 average pool this is nine with stride 1, and one with stride 3. Symbolic sizes count by their value at capture.
     """
     read, made = (next(t for each in nodes for t in tensors(example_value(each))) for nodes in (node.all_input_nodes, (node,)))
     given, dims = named_arguments(node), 0 if made.dim() != read.dim() else _POOLED.get(op_name(node.target), 0)

@@ -1,4 +1,4 @@
-"""Read the summands of the linear ops of an fx graph, each with its factor: `x + 0.1 * y` has the summands x (1.0) and y (0.1).
+"""Read the summands of ops such as `add` and `lerp`, each with its factor: `add(x, y, alpha=0.1)` has the summands x (1.0) and y (0.1).
 
 By these factors the pass `repaint-small-steps` finds samplers and solvers, which take small steps: many times, they add a small multiple
 of `f(x)` to x. A factor is a number or a tensor of one of three kinds. Dims of size 1 do not count below.
@@ -36,7 +36,7 @@ RANDOM, NORMAL, FACTORS = ops_with(Trait.RANDOM), ops_with(Trait.DRAWS_NORMAL), 
 
 
 def read_summands(graph: OpGraph, nodes: Mapping[str, torch.fx.Node], sizes: Mapping[str, float]) -> dict[str, Summands]:
-    """Return {name of a linear op: {name of a value that it adds up: its factor}}.
+    """Return {name of an op such as `add`, `mul` or `lerp`: {name of a value that it adds up: its factor}}.
 
     `sizes` has the size of each parameter that may scale a value, as LayerScale does: its root mean square, with the sign of its mean.
     """

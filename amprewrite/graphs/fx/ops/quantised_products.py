@@ -87,7 +87,7 @@ def scale_of(matrix: Tensor, fmt: Format, scaling: str, power_of_two: bool) -> T
 
 def power_below(scale: Tensor) -> Tensor:
     """Return `scale`, which is positive and fp32, rounded down to a power of two."""
-    if is_legacy_batched(scale):  # vmap cannot view fp32 as int32, so divide; this is exact, because no compiler sees this tensor
+    if is_legacy_batched(scale):  # vmap cannot view fp32 as int32, so divide: exact, unless compiled, which this tensor never is
         return scale / (2 * torch.frexp(scale).mantissa)
     return (scale.view(torch.int32) & EXPONENT).view(torch.float32)
 
@@ -113,8 +113,8 @@ def quantise_rows(matrix: Tensor, fmt: Format, power_of_two: bool) -> Scaled:
 def round_scaled(scaled: Tensor, fmt: Format) -> Tensor:
     """Return the fp32 numbers `scaled`, rounded to nearest even in `fmt`. Numbers beyond its range become ±max, infinities become NaN.
 
-    The clamp is explicit because torch's casts differ: before torch 2.12 numbers beyond the range become NaN, from 2.12 on they become
-    ±max, and so do infinities.
+    The clamp is explicit because torch's casts differ. In e4m3, numbers beyond the range and infinities become NaN before torch 2.12, and
+    ±max from 2.12 on. In e5m2 they become infinities.
     """
     return torch.where(scaled.isinf(), math.nan, scaled.clamp(-fmt.max, fmt.max)).to(fmt.dtype)
 
@@ -147,7 +147,7 @@ def multiply(a: Scaled, b: Scaled, dtype: torch.dtype, fast: bool, bias: Tensor 
     if fast:
         ours, theirs = (scale.expand(each.shape[0], 1).contiguous() for scale, each in ((ours, left), (theirs, right)))
         return multiply_units(left, right, ours, theirs, bias, dtype, True)
-    one = ours.new_ones(())  # pass scales of 1 and multiply by the scales afterwards: unless `fast`, the kernel is slow with scales of rows
+    one = ours.new_ones(())  # unless `fast`, the kernel is slow with a scale for each row: pass scales of 1, and scale the result
     product = multiply_units(left, right, one, one, None, dtype, False) * (ours * theirs.t()).to(dtype)
     return product if bias is None else product + bias
 

@@ -19,7 +19,7 @@ entry, and divided by the factor on exit. Gradients from which a loss is compute
 
 A second backward differentiates the gradients of the first, so its gradients cross the border in the other direction: they leave the region
 where the first gradients entered. So the derivative of `_Times` is `then / factor`. `then` is the factor of the first backward, by which
-`_Times` multiplied, and the division by `factor`, the factor of the second backward, is the crossing. Without this crossing the result is
+`_Times` multiplied. The division by `factor`, the factor of the second backward, is for the crossing. Without this division the result is
 silently wrong: second-order terms underflow in fp16 (a relative error of 0.98 in a gradient penalty).
 
 A graph has one factor, but its values may be on several devices. So the factor is copied to the device of the gradient that it multiplies.
@@ -203,10 +203,10 @@ class _Cross(torch.autograd.Function):
 
 
 class _Times(torch.autograd.Function):
-    """Autograd node that multiplies a gradient by `then`: the number that `factor` held when this gradient was computed.
+    """Autograd node that multiplies a gradient by `then`: the number that the tensor `factor` held when this gradient was computed.
 
-    When a second backward differentiates this node, `factor` holds the number of the second backward. The second gradients cross the
-    border of the scaled region in the opposite direction, so they are also divided by `factor`: the derivative is `then / factor`.
+    When a second backward differentiates this node, `factor` holds the number of the second backward. The second gradients cross the border
+    of the rewritten graph in the opposite direction, so they are also divided by `factor`: they are multiplied by `then / factor`.
     """
 
     @staticmethod

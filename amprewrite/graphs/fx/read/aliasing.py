@@ -187,8 +187,7 @@ def real_value(node: torch.fx.Node, operand: Callable[[torch.fx.Node], Any] = ex
 def idle_where_alike(facts: dict[torch.fx.Node, Fact], low: str) -> Iterator[torch.fx.Node]:
     """Yield the conversions between fp32 and `low` that may return their operand itself if the plan makes both dtypes equal.
 
-    Then no copy is needed: no op writes to the result, the graph does not return it, no later op writes to the operand, and both have equal
-    strides.
+    Then no copy is needed: no op writes to the result, the graph does not return it, no later op writes to the operand, and strides are equal.
     """
     last_write: dict[int, int] = {}
     for fact in facts.values():
@@ -245,8 +244,8 @@ def _moves(facts: dict[torch.fx.Node, Fact]) -> dict[int, list[int]]:
 
     In `scores = q @ k; scores += bias` the product may then run low and the sum in fp32: the product is cast to fp32, and the sum writes to
     this copy. Three kinds of writes are left out. A write to an input or a weight of the model must change this tensor itself. If the grad
-    mode has changed since the tensor was made, a copy would have another autograd history. If the tensor has hooks, a write drops them from
-    a view (a linear op on 3 dims returns one) and keeps them otherwise, and a copy may differ in this.
+    mode has changed since the tensor was made, a copy would have another autograd history. A write to a tensor with hooks keeps the hooks,
+    unless the tensor is a view, as the result of a linear op on 3 dims is. A copy may differ from the tensor in this.
     """
     switches = [fact.position for fact in facts.values() if fact.op in GRAD_SWITCHES]
     lies_in: dict[int, list[Fact]] = defaultdict(list)
@@ -270,10 +269,11 @@ def _moves(facts: dict[torch.fx.Node, Fact]) -> dict[int, list[int]]:
 
 
 def memory(facts: dict[torch.fx.Node, Fact], training: bool) -> tuple[Ties, Callable[[torch.fx.Node, Fact], int]]:
-    """Return (`Ties`: groups of nodes that must have one colour, low or high; function that counts the writes to a value before a reader).
+    """Return the `Ties` of a graph, and a function that counts the writes to a value before a reader.
 
-    Nodes are in one group if they share memory that is written in place, or if they are results of one kernel. In training, an op is also
-    in one group with an operand that is written later through `.data`, because its backward may read the new values.
+    `Ties` are groups of nodes that must all run low or all run in fp32. Nodes are in one group if they share memory that is written in
+    place, or if they are results of one kernel. In training, an op is also in one group with an operand that is written later through
+    `.data`, because its backward may read the new values.
     """
     writes: dict[int, list[int]] = defaultdict(list)
     for fact in facts.values():

@@ -42,7 +42,7 @@ def inner_graphs(module: torch.fx.GraphModule) -> Iterator[tuple[torch.fx.Node, 
 
 
 def kept_high(node: torch.fx.Node, name: str, scaled: bool) -> Reason | None:
-    """Return the reason why all ops of a body graph must stay fp32 in training in fp16 or with a loss scale; None if they may run low.
+    """Return the reason why all ops of a body graph must stay fp32 in training (in fp16, or with a loss scale); None if they may run low.
 
     `node` runs the body graph, which the attribute `name` holds. UNSCALED: the loss is scaled (`scaled`), but a hook or a nonlinear
     backward of the user gets gradients without the scale, and low ops would flush them to zero. UNSEEN: the body graph is the backward of

@@ -314,7 +314,7 @@ class Memory:
         return parts[0] if len(parts) == 1 and isinstance(example_value(parts[0]), torch.Tensor) else None
 
     def chain(self, storage: int) -> set[Node]:
-        """Return the nodes with results in `storage`, after its maker, that come before the last write to it or lead to a graph result."""
+        """Return the nodes after the maker with results in `storage` that precede the last write to it or lead to a result of the graph."""
         maker = self.maker(storage)
         made = -1 if maker is None else self.position[maker]
         holders = {node for node in self.holders[storage] if self.position[node] > made}

@@ -110,7 +110,7 @@ def _run_direction(
 
 
 def _parts(rows: Tensor, sizes: Tensor | None) -> Iterable[tuple[Tensor, ...]]:
-    """Return the parts of STEPS time steps of `rows`, each as (part,), or as (part, its batch sizes) if `rows` is a packed sequence."""
+    """Return the parts of STEPS time steps of `rows`, each as (part,). For a packed sequence with batch sizes `sizes`: (part, sizes)."""
     if sizes is None:
         return ((part,) for part in rows.split(STEPS))
     parts = sizes.split(STEPS)
