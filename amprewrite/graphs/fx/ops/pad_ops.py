@@ -35,8 +35,8 @@ def slice_dims(x: Tensor, layout: Layout, dense: bool = False) -> Tensor:
 def resize(x: Tensor, have: Layout, want: Layout, refresh: bool = False, dense: bool = False) -> Tensor:
     """Return `x` with its padding changed from the layout `have` to the layout `want`.
 
-    Padding that both layouts have stays, unless `refresh` asks for new zeros. If only padding is removed and `dense` is set, the result is
-    contiguous.
+    Padding that is the same in both layouts stays, unless `refresh` asks for new zeros. With `dense`, the result is contiguous if
+    padding is only removed.
     """
     kept = () if refresh else tuple(entry for entry in have if entry in want)
     off = tuple(entry for entry in have if entry not in kept)

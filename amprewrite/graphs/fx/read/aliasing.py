@@ -187,7 +187,7 @@ def real_value(node: torch.fx.Node, operand: Callable[[torch.fx.Node], Any] = ex
 def idle_where_alike(facts: dict[torch.fx.Node, Fact], low: str) -> Iterator[torch.fx.Node]:
     """Yield the conversions between fp32 and `low` that may return their operand itself if the plan makes both dtypes equal.
 
-    Then no copy is needed: no op writes to the result, the graph does not return it, no later op writes to the operand, and strides are equal.
+    Then no copy is needed: the graph neither writes nor returns the result, does not write the operand later, and both have equal strides.
     """
     last_write: dict[int, int] = {}
     for fact in facts.values():
