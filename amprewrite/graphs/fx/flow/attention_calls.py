@@ -1,4 +1,4 @@
-"""Find attention calls that would be faster if they read the original key and value heads instead of repeated ones, or a contiguous mask.
+"""Find attention calls that would be faster with the original key and value heads instead of repeated ones, or with a contiguous mask.
 
 Some calls read a copy of the key and value heads for each query head, although the kernel can read the original heads.
 

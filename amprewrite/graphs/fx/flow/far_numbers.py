@@ -44,7 +44,7 @@ class FarNumbers(MaskRules[torch.fx.Node]):
         self.sizes: dict[torch.fx.Node, float] = {}
         """{value: upper bound of the magnitudes of its constants beyond the low format's range}."""
         self.computed_with: set[torch.fx.Node] = set()
-        """The keys of `sides` whose constants some op may compute with. In the other keys, constants only block positions, as in a mask."""
+        """The nodes in `sides` whose constants some op may compute with. In the others, constants only block positions, as in a mask."""
 
     def reads(self, value: torch.fx.Node) -> Iterator[Read[torch.fx.Node]]:
         """Yield a `Read` for each use of `value` as an operand. It says how the op treats numbers beyond the low format's range.

@@ -125,7 +125,7 @@ def format_of(dtype: torch.dtype) -> tuple[float, float, float, object]:
 def cast_rows(matrix: Tensor, dtype: torch.dtype, smallest: float, power_of_two: bool) -> tuple[Tensor, Tensor]:
     """Cast a contiguous `matrix` to the fp8 format `dtype`, each row with its own scale. Return (fp8 matrix, column with the fp32 scales).
 
-    A row whose amax is below `smallest` gets the scale for `smallest`. With `power_of_two`, scales are rounded down to powers of two.
+    If the amax of a row is below `smallest`, `smallest` is used instead. With `power_of_two`, scales are rounded down to powers of two.
     """
     rows, columns = matrix.shape
     made, scale = matrix.new_empty((rows, columns), dtype=dtype), matrix.new_empty((rows, 1), dtype=torch.float32)
@@ -144,9 +144,9 @@ def amax_of(matrix: Tensor) -> Tensor:
 
 
 def scale_of(matrix: Tensor, dtype: torch.dtype, smallest: float, power_of_two: bool) -> Tensor:
-    """Return the 0-dim fp32 scale for a cast of a dense `matrix` to `dtype`.
+    """Return the 0-dim fp32 scale for a cast of a dense `matrix` to `dtype`, from its amax (its largest finite magnitude).
 
-    If the amax (largest magnitude) is below `smallest`, the scale is that for `smallest`. With `power_of_two`, the scale is rounded down to a power of two.
+    An amax below `smallest` counts as `smallest`. With `power_of_two`, the scale is rounded down to a power of two.
     """
     amax = amax_of(matrix)
     scale = torch.empty_like(amax)

@@ -255,7 +255,7 @@ class Memory:
     def __init__(self, graph: torch.fx.Graph, without_grad: Set[Node] = frozenset()) -> None:
         self.holders: dict[int, list[Node]] = defaultdict(list)
         self.seen_otherwise: dict[int, set[Node]] = defaultdict(set)
-        """By storage, the nodes whose result is no floating tensor, such as integer views between floating views."""
+        """{storage: nodes whose result in it is neither floating nor complex, such as an integer view between floating views}."""
         self.results, self.inputs, self.written, self.written_inside = set[int](), set[int](), set[int](), set[int]()
         self.last_write: dict[int, int] = {}
         self.position = {node: position for position, node in enumerate(graph.nodes)}

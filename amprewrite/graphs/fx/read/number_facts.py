@@ -233,7 +233,7 @@ def _propagate(nodes: Any, known: Counts) -> dict[torch.fx.Node, Count]:
     found, seen = dict[torch.fx.Node, Count](), dict[torch.fx.Node, Count]()
     writes = {node: targets for node in nodes if (targets := written(node))}
     sharing = defaultdict[int, list[torch.fx.Node]](list)
-    """By storage: the values so far that lie in it, if the graph writes to any memory."""
+    """{storage: the nodes so far whose values lie in it}. It is filled only if the graph writes to memory."""
     for node in nodes:
         value, targets = example_value(node), writes.get(node, ())
         value = example_value(targets[0]) if value is None and targets else value  # setitem returns None: take the tensor that it writes
