@@ -56,7 +56,7 @@ _HOMES = {
     "amprewrite.api.rewrite": ("plan", "restore", "rewrite"),
     **{extra.home: extra.public for extra in _EXTRAS.values() if extra.public},
 }  # fmt: skip
-"""The public names of each module. The first use of a name imports its module; the first call imports Dynamo, scipy and the like."""
+"""{module: its public names}. The first use of a name imports its module. Slow imports (Dynamo, scipy) wait until a function is called."""
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
 
 

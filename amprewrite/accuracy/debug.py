@@ -57,22 +57,22 @@ For a gradient the limit of the rounding error is 0.01.
 TOLERANCE = 8.0
 """Default limit of `suggest_overrides` for the relative output error, in eps of the low format."""
 MOST_CHECKED = 10
-"""If `suggest_overrides` finds at most this many nodes, it also tries a rewrite without each of them, and drops nodes that are not needed.
+"""If `suggest_overrides` finds at most this many fp32 nodes, it drops each node that can run low within the error target after all.
 
-The number is small because each rewrite captures the model again.
+The number is small because each test of a node rewrites and captures the model again.
 """
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One numeric fault of the low run. `row` is the tensor that shows the fault, `lost_at` the tensor whose rounding lost the bits."""
+    """One numeric fault of the low run, such as an overflow: where it shows, and where the bits were lost."""
 
     kind: str
     """overflow, underflow or cancellation."""
     row: Row
-    """The row in which the fault shows."""
+    """Measured errors of the tensor in which the fault shows."""
     lost_at: Row
-    """The row whose rounding lost the bits: the same row as `row`, or a row upstream."""
+    """Measured errors of the tensor whose rounding lost the bits: the same tensor as in `row`, or a tensor upstream."""
     detail: str
     """The figures of the fault, in words."""
     backward: bool = False
@@ -96,9 +96,9 @@ class DebugReport:
     low: str
     plan: CastPlan
     rows: tuple[Row, ...]
-    """Rows of the results and cast copies of the forward pass, in running order."""
+    """Measured errors of each op result and each cast copy of the forward pass, in running order."""
     gradient_rows: tuple[Row, ...]
-    """Rows of the rounded gradients of the backward pass, in running order. Their magnitudes include the loss scale."""
+    """Measured errors of each rounded gradient of the backward pass, in running order. Magnitudes include the loss scale."""
     gradients: Mapping[str, float]
     """Relative L2 error of each parameter's gradient, by the parameter's name."""
     output_error: float
@@ -174,8 +174,8 @@ def debug(
     """Run the rewritten model `amp` with and without rounding on the same inputs, and report the nodes where the numbers differ.
 
     `backward=True` also runs backward from `loss(output)`, a 0-dim tensor. `backward=None` does so if gradients are enabled, and either the
-    model is in training mode or `loss` is given. If `loss` is not given, the attribute or item `loss` of the output is taken. If there is
-    none, the loss is the output's only tensor if this has 0 dims, and otherwise the sum of the mean squares of all its tensors.
+    model is in training mode or `loss` is given. If `loss` is not given, the attribute or item `loss` of the output is taken. Without one,
+    only output tensors that require a gradient count: a single tensor of 0 dims is the loss, otherwise the sum of their mean squares is.
 
     The model is captured again in its current mode. Parameters, `.grad`, buffers, random state and inputs do not change. Raises
     PolicyError if `amp` is not rewritten or there is no loss, CaptureError if nothing can be captured.
@@ -190,7 +190,7 @@ def debug(
     return DebugReport(run.low, run.plan, found.rows, found.gradient_rows, found.gradients, found.error, findings, found.notes, run, amp)
 
 
-# -- faults --------------------------------------------------------------------------------
+# -- find faults in the measured rows --------------------------------------------------------------------------------
 def _findings(rows: Iterable[Row], low: str) -> Iterator[Finding]:
     fmt = FORMATS[low]
     by_name: dict[str, Row] = {}
@@ -320,16 +320,16 @@ def _overrides(own: Sequence[Override], names: Sequence[str], kept: Sequence[str
 
 
 class _Trials:
-    """Tests which nodes must run in fp32 to keep the output error within `target`. Makes at most `most` runs and caches their results."""
+    """Runs the model with some nodes in fp32, to find few nodes that keep the output error within `target`. Makes at most `most` runs."""
 
     def __init__(self, run: StrictRun, target: float, most: int) -> None:
         self.run, self.target, self.left = run, target, most
         self.known: dict[frozenset[str], bool] = {}
 
     def holds(self, kept: Iterable[str]) -> bool:
-        """True if the output error is within the target when the nodes `kept` run in fp32.
+        """Run the model with the nodes `kept` in fp32, and return True if the output error is then within the target.
 
-        False for a new set of nodes if no trial runs are left.
+        A set of nodes that was tried before is not run again. For a new set, return False if no runs are left.
         """
         asked = frozenset(kept)
         if asked not in self.known:
@@ -340,7 +340,7 @@ class _Trials:
         return self.known[asked]
 
     def fewest(self, kept: list[str]) -> list[str]:
-        """Return a small subset of the fp32 nodes `kept` that still meets the target. Try to drop half of them at once, then ever fewer."""
+        """Return a small subset of the fp32 nodes `kept` that meets the target. Try to make half of them low at once, then ever fewer."""
         size = max(len(kept) // 2, 1)
         while kept:
             start, dropped = 0, False

@@ -122,7 +122,7 @@ def calibrate(
 
 
 def _backward(loss: Loss, module: nn.Module, result: Any) -> None:
-    """Run backward from `loss(result)`. Hooks on the results then record the range of each gradient. No `.grad` changes.
+    """Run backward from `loss(result)`. Hooks that the forward pass set on results record the ranges of gradients. No `.grad` changes.
 
     Raises CalibrationError if the loss cannot be computed, is not a tensor with one element, or depends on no parameter that takes
     gradients.

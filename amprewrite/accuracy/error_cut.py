@@ -1,4 +1,4 @@
-"""Find a chain of nested plans, from the planner's own plan to all fp32, by minimum cuts of time plus priced error.
+"""Find plans with ever more ops in fp32, from the planner's own plan to all fp32. Minimum cuts weigh the time of a plan against its error.
 
 Let each cut of a flow network be a plan: ops on the source side are low. Then a plan's time and its squared error are both costs of cuts
 (Kolmogorov and Zabih 2004). So for every price λ a minimum cut finds the plan with the least time + λ·error². The squared errors of single
@@ -41,7 +41,7 @@ from amprewrite.tables.vocabulary import Colour, OpKind, Reason
 STEP = 2**0.5
 """Factor between consecutive values of λ, the price of a unit of squared error."""
 SLICES, LEAST_SLICE = 16, 4
-"""The chain goes from one cut to the next in at most SLICES steps, each of at least LEAST_SLICE nodes (1 node in cuts of matmuls)."""
+"""Between two cuts, the chain of plans adds fp32 nodes in at most SLICES steps. All but the last add LEAST_SLICE or more (matmuls: 1)."""
 HALVINGS = 3
 """Number of times that an interval of λ is halved if the cuts at its ends differ by several matmuls."""
 Kept = frozenset[tuple[str, str]]
@@ -54,7 +54,7 @@ def movable(node: OpNode) -> bool:
 
 
 class GraphErrors:
-    """Finds the plan of one graph with the least cost: time or FLOPs plus priced error. `kept` returns its fp32 ops.
+    """Finds the cheapest plan of one graph for a given price of errors. `kept` returns the ops that this plan keeps in fp32.
 
     `edges` has, for each pair (value, reader), the squared output error that rounding the value for this reader causes.
     """
@@ -109,7 +109,7 @@ class GraphErrors:
             node, reader = self.graph.nodes.get(value), self.graph.nodes.get(name)
             if node is None or reader is None or not squared:
                 continue
-            # The error is infinite if rounding overflows. Limit it to 1e6, because capacities must be finite.
+            # Limit the error to 1e6: (rounding error * gradient) may overflow to infinity in fp32, but capacities must be finite.
             cost = min(round(price * min(squared, 1e6)), most)
             if reader.role == "op" and reader.kind is OpKind.CLEAR:
                 yield made.end(value), made.end(name), cost

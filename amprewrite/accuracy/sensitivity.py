@@ -37,7 +37,7 @@ from amprewrite.tables.errors import CalibrationError
 from amprewrite.tables.formats import DEFAULT_LOW, Format, parse_format
 
 PROBES = 4
-"""Number of random sign vectors z per batch. A few are enough, because each edge sums over all elements of its value."""
+"""Number of backward passes per batch, each from new random signs. A few are enough: each estimate sums over all elements of a value."""
 
 
 @dataclass(frozen=True)
@@ -50,9 +50,9 @@ class Cause:
     error: float
     """Estimated output error, in the unit of the `Sensitivity` report."""
     result: float
-    """Part of the error from rounding the node's result."""
+    """Error from rounding the node's result alone. In relative L2, `error` is the root of the sum of squares of `result` and `operands`."""
     operands: float
-    """Part of the error from rounding the node's operands, weights included."""
+    """Error from rounding the node's operands alone, weights included."""
     module: str = ""
     source: str = ""
 

@@ -151,7 +151,7 @@ def call_on(model: nn.Module, batch: Any) -> Any:
 
 
 class Batches:
-    """Iterates over batches and checks each. Raises CalibrationError, with the number of the faulty batch and the fault.
+    """Iterates over batches and checks each. Raises CalibrationError if a batch is faulty; the message has its number, counted from 0.
 
     All batches must have the structure and dtypes of the first, and hold no NaN or infinity. With `own_forward`, the user's function calls
     the model on a batch, so a batch may hold more values than the model takes.

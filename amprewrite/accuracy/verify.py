@@ -35,7 +35,7 @@ class Report:
     low: str
     """Name of the low format."""
     rows: tuple[Row, ...]
-    """One row for each result and each cast copy, in running order."""
+    """Measured errors of each op result and each cast copy, in running order."""
     output_error: float
     """Relative L2 error of the rounded run against the fp32 run, over all floating outputs of the model together."""
     notes: tuple[str, ...] = ()
@@ -116,7 +116,7 @@ def verify(amp: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any]
     return Report(run.low, found.rows, found.error, found.notes, *run.capture())
 
 
-# -- text -----------------------------------------------------------------------------------
+# -- format reports as text -----------------------------------------------------------------------------------
 def _figures(row: Row) -> Sequence[str]:
     errors = (f"{figure:.2e}" for figure in (row.introduced, row.accumulated, row.largest))
     return row.colour.value, *errors, percentage(row.overflow), percentage(row.underflow)

@@ -1,7 +1,7 @@
 """Capture a whole model ahead of time with torch.export, for `.pt2` files and for tools that take an ExportedProgram.
 
 1. Export the plain model (`strict=False`) and take the exported module as an fx graph.
-2. Clean the graph: drop dtype checks recorded with conversions, drop guards (the second export makes new ones), and inline `no_grad`
+2. Clean the graph: drop dtype checks recorded with conversions, drop guards (step 6 makes new ones), and inline `no_grad`
    subgraphs, so that the passes see every op. Autocast regions and other subgraphs are not opened; their inputs and results keep their
    formats.
 3. Plan and edit the graph like any captured graph.
@@ -48,7 +48,7 @@ def export_with_plan(
     `args` and `kwargs` are example inputs. `options`, such as `dynamic_shapes`, are passed to torch.export.export. Parameters keep their
     names. Raises CaptureError if torch.export cannot capture the model.
     """
-    with ONE_EXPORT:  # plan under the lock, too: while another thread exports, functions called here would annotate the graph of its export
+    with ONE_EXPORT:  # plan under the lock, too: functions called here would annotate the graph that another thread exports meanwhile
         return _export_with_plan(amp, args, dict(kwargs or {}), options)
 
 

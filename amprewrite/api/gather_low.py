@@ -8,7 +8,7 @@ shards that optimizers and checkpoints see stay fp32.
 2. `LowGather` sends the low format only if FSDP gathers for a forward or a backward, and frees the gathered weights afterwards. If the
    user calls `unshard()`, weights are gathered in fp32.
 3. All ranks must send the same format. So the ranks agree once, in `agree`, and never change the formats by themselves.
-4. `GatheredLow` checks each call: a call that reads rounded weights in another way raises an error before its result is returned.
+4. `GatheredLow` checks each call: if a call may read rounded weights without a cast to the low format, it raises before it returns.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def gather_low(amp: nn.Module) -> LowGathers:
     A later call that would read a rounded weight in fp32 (from a new graph, code outside the graphs, or a hook) raises CaptureError.
     Then call this function again on all ranks, and the weight is gathered in fp32. The result lists the weights with their formats.
 
-    Raises PolicyError if the model is not rewritten or no part of it went through `fully_shard`, PlanError before the first step.
+    Raises PolicyError if the model is not rewritten or not sharded by `fully_shard`, PlanError before the first step or if it runs in fp32.
     """
     if not isinstance(amp, RewrittenBase):
         raise PolicyError(f"gather_low takes a rewritten model, not {type(amp).__name__}; pass what amprewrite.rewrite returned")
@@ -142,7 +142,7 @@ def _not_in_one_graph(session: Session, sharded: Sharded) -> str:
 _SENT_LOW = ("FORWARD", "PRE_BACKWARD")
 """FSDP's names of the training states in which it gathers weights for a forward or a backward."""
 AGAIN = "call amprewrite.gather_low(amp) on all ranks and repeat the call: the ranks agree anew, and what is read in fp32 travels so"
-"""Advice for messages: how to correct the agreement of the ranks."""
+"""Advice for error messages: how to let the ranks agree anew on the format of each weight."""
 
 
 @dataclass(frozen=True)

@@ -90,7 +90,7 @@ class Rewritten(RewrittenBase):
         """
         return load_extra("ONNX", "export_onnx").export_onnx(self, path, args, kwargs, **options)  # type: ignore[no-any-return]
 
-    # -- for inference only ---------------------------------------------------------
+    # -- frozen weights, for inference only ---------------------------------------------------------
     def freeze(self, *args: Any, **kwargs: Any) -> None:
         """Store each weight in the format in which the captured graphs read it. For inference only.
 
@@ -129,8 +129,8 @@ class Rewritten(RewrittenBase):
     def frozen_weights(self) -> AbstractContextManager[None]:
         """Keep low-precision copies of weights for calls without gradients in a `with` block. No thread may change weights in the block.
 
-        Writes that raise the version counter of a weight are still noticed. At the end of the outermost block, every copy is compared with
-        its weight; a difference raises StaleWeightsError.
+        If a write raises the version counter of a weight, the next call casts the weight again. At the end of the outermost block, every
+        copy is compared with its weight; a difference raises StaleWeightsError.
         """
         session = session_of(self)
         return session.cache.frozen(session.weight_names, "frozen_weights()", everywhere=True)

@@ -1,4 +1,4 @@
-"""Run a captured graph in fp32. Each reader of a value gets its own alias, so that backward gives the output error of rounding for it."""
+"""Run a graph in fp32 with an alias of each value for each reader. Backward then gives the output error of rounding for one reader."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ class _EdgeInterpreter(torch.fx.Interpreter):
             return getattr(self, n.op)(n.target, *self._constants_cut(n, args, kwargs))
 
     def _constants_cut(self, n: torch.fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return (args, kwargs) of node `n`, with copies in place of operands for which the op has no derivative, such as a running mean.
+        """Return (args, kwargs) of node `n`, with detached copies of operands for which the op has no derivative, such as a running mean.
 
         To find these operands, the op runs once for each operand that requires a gradient, on copies because the op may write its operands.
         """

@@ -63,7 +63,7 @@ class Row:
     """Names of the rows that the op reads: results, or cast copies of results."""
 
 
-# -- numbers ------------------------------------------------------------------------------
+# -- round and measure tensors ------------------------------------------------------------------------------
 def round_to(tensor: torch.Tensor, fmt: Format) -> torch.Tensor:
     """Return a detached fp32 tensor with every value of `tensor` rounded to nearest even in `fmt`."""
     return tensor.detach().to(fmt.dtype).to(torch.float32)
@@ -116,7 +116,7 @@ def is_fp32(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.dtype == torch.float32 and value.layout == torch.strided
 
 
-# -- one graph and one run of it -----------------------------------------------------------------
+# -- records of a graph and of one run -----------------------------------------------------------------
 @dataclass
 class StrictRegion:
     """A captured fp32 graph, with the plan that decides which values are rounded."""
@@ -162,7 +162,7 @@ class Recording:
 
 
 class _Rounded(torch.autograd.Function):
-    """Forward returns `rounded`, not `value`. Backward rounds the gradient, and calls `seen(rounded gradient, original gradient)`."""
+    """Autograd op that returns `rounded` in place of `value`. Its backward rounds the gradient and calls `seen(rounded, unrounded)`."""
 
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, rounded: torch.Tensor, fmt: Format, scale: float, seen: Callable[..., None]) -> torch.Tensor:

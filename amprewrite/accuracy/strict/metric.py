@@ -1,4 +1,4 @@
-"""Metrics of a model's output error: of all floating outputs, of the probabilities of the next token, or by a user's function.
+"""Metrics of a model's output error: over all floating outputs, over the next token's probabilities, or by a user's function.
 
 1. *Relative L2 error* of all floating outputs together; over batches, its root mean square.
 2. `"logprob"`: the mean Kullback-Leibler divergence, in nats, of the softmax of the logits from that of the fp32 logits. To second order it

@@ -1,4 +1,4 @@
-"""Run a rewritten model under the strict interpreter: capture it again, run it once unrounded, then run it rounded as often as needed.
+"""Run a rewritten model with emulated rounding: capture it again, run it once unrounded, then run it rounded as often as needed.
 
 1. Capture a clone of the original model as `rewrite` does, and plan each captured graph. A rewritten model keeps no captured graphs.
 2. Run the clone unrounded and keep every result. If `backward` is True, also keep the gradient of a loss with respect to every low result.
@@ -44,11 +44,11 @@ class Outcome:
     """Result of `StrictRun.rounded`: a row for each value of a run with emulated rounding, and the errors of outputs and gradients."""
 
     rows: tuple[Row, ...]
-    """Rows (`Row`) of results and cast copies, in running order."""
+    """Measured errors of each op result and each cast copy, in running order."""
     error: float
     """Relative L2 error of all floating outputs of the model together, against the unrounded fp32 run."""
     gradient_rows: tuple[Row, ...] = ()
-    """Rows of gradients, in the order of backward."""
+    """Measured errors of each rounded gradient, in the order of backward."""
     gradients: dict[str, float] = field(default_factory=dict)
     """Relative L2 error of each parameter's gradient, by the parameter's name."""
     notes: tuple[str, ...] = ()

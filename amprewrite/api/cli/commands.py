@@ -49,7 +49,7 @@ from amprewrite.torch_internals.trees import tree_map
 
 Options = argparse.Namespace
 accuracy, onnx = partial(load_extra, "accuracy"), partial(load_extra, "ONNX")
-"""Functions that import an extra and return its module. Their argument is the name of the command that needs the extra, for messages."""
+"""Functions that import an optional part (extra) of amprewrite and return its module. Their argument names the command, for messages."""
 
 
 # -- plan, explain, diff ---------------------------------------------------------------------
@@ -332,7 +332,7 @@ def devices(options: Options) -> int:
 
 # -- used by several commands --------------------------------------------------------------------------
 POLICY = ("dtype", "lists", "override", "calibration", "time_limit", "train", "device", "run_on", "plan")
-"""Command-line options that affect a plan while it is decided."""
+"""Names of the options that affect how a plan is decided. They are refused where only saved plans are given."""
 DECIDED = "plans a model, and a saved plan is decided already: name the model"
 
 

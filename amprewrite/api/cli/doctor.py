@@ -1,7 +1,7 @@
 """The command `amprewrite doctor`: report versions and speeds of this machine, and check a small model. Paste its output into bug reports.
 
 1. Versions of the packages that amprewrite is built on or works with.
-2. For each device: the low formats in its row of the device table, and the measured speed of a matrix product in each.
+2. For each device and low format: the measured speed of a matrix product, and whether the device table lists the format.
 3. Kernels: whether there is Triton, and whether fused optimizers can skip overflowed steps without a wait for the device.
 4. Self-check: a small model in each low format. Results, capture and gradients are compared with fp32, and a step with overflowed
    gradients must be skipped. The exit status is 1 if a check fails.

@@ -82,7 +82,7 @@ Source = TorchModel | OnnxModel | CastPlan
 
 
 def load(word: str, trust: bool = False) -> Source:
-    """Return the model or plan that the user names as `word`. `trust` lets a .pt2 file run code. Raises UsageError if loading fails."""
+    """Load what `word` names: read a file, or call a function. `trust` lets a .pt2 file run code. Raises UsageError if loading fails."""
     path = Path(word)
     if path.suffix in (".onnx", ".pt2", ".json"):
         if not path.is_file():

@@ -166,7 +166,7 @@ def export_onnx(
 
 @contextlib.contextmanager
 def _blamed(source: Source) -> Iterator[None]:
-    """Context manager for errors of libraries: raises CaptureError instead if the model `source` is faulty, PassError if amprewrite is."""
+    """Context manager that replaces errors of libraries: by CaptureError if the model `source` is faulty or too large, otherwise PassError."""
     try:
         yield
     except Rejected as error:

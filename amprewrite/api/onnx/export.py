@@ -50,7 +50,7 @@ def exported(
     amp: Any, args: tuple[Any, ...] | None, kwargs: Mapping[str, Any] | None, opset: int | None, dynamic_shapes: Any,
     products: Any, calibrated: bool,
 ) -> tuple[ir.Model, Feed, Policy, tuple[str, ...]]:
-    """Return (exported fp32 model, {input name: example input}, policy for the file, notes for the user).
+    """Export the plain model. Return (fp32 ONNX model, {input name: example input}, policy for the file, notes for the user).
 
     If `products` is not None, it replaces the option given to `rewrite`. `calibrated` is True if the caller gave samples, which fp8
     products need for their scales. Raises PolicyError for invalid arguments, CaptureError if torch.onnx.export fails or its file does not
@@ -119,10 +119,10 @@ def exported(
 def torch_plan(
     amp: RewrittenBase, args: tuple[Any, ...] | None, kwargs: Mapping[str, Any] | None, plan: ModelPlan | None
 ) -> tuple[ModelPlan, bool] | None:
-    """Return (plan of the PyTorch graph, flag) if the exported file must copy formats from this plan; None if it must copy no formats.
+    """Return (plan of the PyTorch graph, flag) if the exported file must take formats from this plan; None if it decides by itself.
 
-    If `plan`, or the option `plan=` of `rewrite`, is given, return it with the flag False: the file copies all its formats. Otherwise, if
-    `rewrite` got `node:` overrides, capture a plan and return it with the flag True: the file copies only the formats of these nodes.
+    If `plan`, or the option `plan=` of `rewrite`, is given, return it with the flag False: the file takes all its formats. Otherwise, if
+    `rewrite` got `node:` overrides, capture a plan and return it with the flag True: the file takes only the formats of these nodes.
     """
     options = session_of(amp).options
     given = plan if plan is not None else options.given
@@ -189,7 +189,7 @@ def _export(
 
 
 def _agrees(model: ir.Model, feed: Feed, plain: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """True if the file gives the model's results in fp32. Also True if file or model cannot run here, or results cannot be compared."""
+    """Run file and model in fp32. Return True if the results agree, if file or model cannot run here, or if shapes differ."""
     if is_large(model) or not has_runtime():
         return True
     try:
@@ -203,13 +203,13 @@ def _agrees(model: ir.Model, feed: Feed, plain: torch.nn.Module, args: tuple[Any
 
 
 def _is_random(plain: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """True if the model's results differ between two random seeds."""
+    """Run the model with two random seeds. Return True if the results differ."""
     once, again = (_results(plain, args, kwargs, seed) for seed in range(2))
     return not all(a.shape == b.shape and np.array_equal(a, b, equal_nan=a.dtype.kind == "f") for a, b in zip(once, again, strict=True))
 
 
 def _results(plain: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], seed: int | None = None) -> list[np.ndarray]:
-    """Return the result tensors of the model as arrays. The model, its inputs and the random state of the process do not change.
+    """Run the model and return its result tensors as arrays. The model, its inputs and the random state of the process do not change.
 
     `seed` sets the random state for the call; None leaves the state of the process.
     """

@@ -1,7 +1,7 @@
 """Convert one ONNX model from fp32 to mixed precision: sample, read, decide, edit, write, verify.
 
 1. Run the fp32 model on samples, for reference outputs and ranges of values.
-2. Read the op graph, run the same deciding passes as for PyTorch graphs, and plan the constants.
+2. Read the op graph, and decide the plan with the same passes as for PyTorch graphs.
 3. Edit the model by the plan and write a temporary file. Check, load and run this file, and measure its error under true rounding. Only
    then move it to the target.
 
@@ -62,13 +62,13 @@ from amprewrite.tables.ops.op_lists import OpLists, op_lists
 from amprewrite.tables.vocabulary import Colour
 
 TARGET = "meta"
-"""Name of the device for op lists and costs. It stands for no particular device, since a file may run on any accelerator."""
+"""Device for which files are planned. It stands for no particular device, since a file may run on any accelerator."""
 LONGEST = 1e6
 """Largest `time_limit` that is accepted, in seconds."""
 
 
 class Crash(EmitError):
-    """Raised if ONNX Runtime ends the process when it loads a rewritten model."""
+    """Raised if ONNX Runtime, in a separate process, crashes when it loads a rewritten model."""
 
 
 class Rejected(EmitError):
@@ -137,7 +137,7 @@ class OnnxResult:
 
 @dataclass(frozen=True)
 class Order:
-    """Options on output files and checks. Raises PolicyError if one is invalid, EmitError if `verify` is True without ONNX Runtime."""
+    """Options on output files and checks. Raises PolicyError if one is invalid, EmitError if `verify` needs ONNX Runtime and has none."""
 
     target: Path | None = None
     plan_target: Path | None = None
@@ -207,7 +207,7 @@ class Job:
                 rules.check("module", modules)
                 rules.check("node", names)
 
-    # -- 1 and 2. decide ------------------------------------------------------------------------
+    # -- sample and decide ------------------------------------------------------------------------
     def run(self, feeds: Iterable[Feed] | None, order: Order) -> OnnxResult:
         lenient = order.verify or feeds is not None
         samples = self.sample(feeds, order.time_limit, lenient)
@@ -282,7 +282,7 @@ class Job:
             raise CaptureError(f"{self.name} is not valid ONNX: {said}; export it again{remedy}")
         self.notes.append(f"onnx.checker refuses {self.name}, and the result with it, but ONNX Runtime runs them: {samples.invalid}")
 
-    # -- 3. emit ---------------------------------------------------------------------------------
+    # -- write and verify ---------------------------------------------------------------------------------
     def emit(self, region: RegionPlan, report: OnnxReport, samples: Samples, order: Order) -> OnnxResult:
         if order.target is None and not is_large(self.model):
             if order.verify:
@@ -404,7 +404,7 @@ class Job:
         return relative_error(wanted, got) if is_measurable(wanted) else None
 
     def _refused_itself(self) -> str:
-        """Return the error that ONNX Runtime raises if it loads the source model with default options; "" if there is none."""
+        """Load the source model in ONNX Runtime with default options. Return the message of the error; "" without an error or a source."""
         source = self.source
         if source is None:
             return ""
@@ -444,7 +444,7 @@ def fp8_products(products: Any, policy: Policy, calibrated: bool) -> ProductPoli
     """Return the parsed option `products`, for a file in the low format of `policy`; None if `products` is None.
 
     `calibrated` is True if the caller gave samples, which give the scales. Raises PolicyError if there are no samples, if the low format is
-    fp32, or if the preset chooses products by cost and `policy.device` has no fp8 units.
+    fp32, or if the preset chooses products by cost and `policy.device` is "" or has no fp8 units.
     """
     # fused=True, because the runtime that runs the file fuses casts, as a graph compiler does
     checked = parse_products(products, fused=True, low=policy.low)
@@ -482,7 +482,7 @@ def decide_region(
 
 
 def losses(reading: OnnxReading, region: RegionPlan) -> tuple[Loss, ...]:
-    """Return the error of each constant that the low format would damage, as a `Loss`. `Loss.kept`: whether a reader of it stays fp32."""
+    """Return a `Loss` for each constant that the low format damages, unless this is harmless. `Loss.kept`: True if a reader stays fp32."""
     colours, found = {node.name: node.colour for node in region.nodes}, dict[str, Loss]()
     for read in reading.constants:
         kept = colours[read.follows] is Colour.HIGH

@@ -28,7 +28,7 @@ REGION = "onnx"
 CHOSEN = (Reason.ASKED, Reason.IN_PLAN)
 """Reasons that mark a colour as the choice of the user for this node."""
 SOFT = (Reason.CONSTANT, Reason.CANCELS)
-"""Reasons to keep an op high (fp32) that a given plan of the same graph may overrule, since its author has seen them."""
+"""Reasons to keep an op in fp32 that a given plan of the same graph may overrule, since the author of that plan has seen them."""
 
 
 def given_region(plan: ModelPlan, problem: Problem) -> RegionPlan:

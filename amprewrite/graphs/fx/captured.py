@@ -49,13 +49,13 @@ class Captured:
     parts: dict[torch.fx.Node, Captured] = field(default_factory=dict)
     """The captured body graph of each activation checkpoint, by the node that runs the checkpoint."""
     handed_on: dict[str, OpNode] = field(default_factory=dict)
-    """{name of a result that the body of an activation checkpoint returns in the low format: its node before it was pinned to low}."""
+    """{name of a value that the body of a checkpoint returns in the low format: its op-graph node from before it was pinned to low}."""
     given: dict[str, str] = field(default_factory=dict)
     """For a body graph (of a checkpoint, loop or condition): {name of its input: name of the outer value passed to it; "" if none}."""
     factors: Mapping[str, float] = field(default_factory=dict)
     """Signed root mean square of each parameter that may scale a value (LayerScale, ReZero), by its name in the op graph."""
     counts: Mapping[torch.fx.Node, Count] = field(default_factory=dict)
-    """{node: `Count` of its value}. It says if the value consists of counts, such as positions, and how large these may be."""
+    """{node: `Count`}. A `Count` says if the node's value consists of counts, such as positions, and how large these may be."""
     left_bodies: dict[str, tuple[Reason, str]] = field(default_factory=dict)
     """(reason, detail) of each body graph that is not rewritten, by the attribute that holds it.
 
@@ -111,7 +111,7 @@ class Reading:
     inputs: Sequence[Any] = ()
     """The real tensors that the graph takes; () if they are not available."""
     handed: Sequence[Count | None] = ()
-    """For a body graph, the `Count` of each input, None where it is not known; () for a graph that is no body."""
+    """For a body graph: whether each input consists of counts, such as positions (a `Count`; None: unknown). () for other graphs."""
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ class EditedGraph:
     widened: list[Widened] = field(default_factory=list)
     """The results that the graph returns in the low format. They are cast after the graph has run."""
     cast_up: list[int] = field(default_factory=list)
-    """Positions of inputs that are frozen weights, of which the graph takes the low values and casts them to fp32."""
+    """Positions of the frozen weights that the graph takes in the low format, because only low values are kept, and casts to fp32."""
     own: bool = False
     """True if passes may edit `module` in place, because no other code reads it, for instance after `make_own`."""
 
