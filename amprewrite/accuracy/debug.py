@@ -190,7 +190,7 @@ def debug(
     return DebugReport(run.low, run.plan, found.rows, found.gradient_rows, found.gradients, found.error, findings, found.notes, run, amp)
 
 
-# -- find faults in the measured rows --------------------------------------------------------------------------------
+# -- find faults in the measured rows -----------------------------------------------------
 def _findings(rows: Iterable[Row], low: str) -> Iterator[Finding]:
     fmt = FORMATS[low]
     by_name: dict[str, Row] = {}

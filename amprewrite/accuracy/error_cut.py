@@ -41,9 +41,9 @@ from amprewrite.tables.vocabulary import Colour, OpKind, Reason
 STEP = 2**0.5
 """Factor between consecutive values of λ, the price of a unit of squared error."""
 SLICES, LEAST_SLICE = 16, 4
-"""Between two cuts, the chain of plans adds fp32 nodes in at most SLICES steps. All but the last add LEAST_SLICE or more (matmuls: 1)."""
+"""A plan with many new fp32 nodes is reached in at most SLICES steps. Each but the last adds LEAST_SLICE nodes or more (matmuls: 1)."""
 HALVINGS = 3
-"""Number of times that an interval of λ is halved if the cuts at its ends differ by several matmuls."""
+"""Number of times that an interval of λ, the price of error, is halved if the plans for its ends differ by several matmuls."""
 Kept = frozenset[tuple[str, str]]
 """Nodes to keep in fp32, each as (fingerprint of its graph, name)."""
 

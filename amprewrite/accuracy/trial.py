@@ -131,7 +131,7 @@ def deep_copy(value: Any) -> Any:
 
 
 def _is_no_list(batches: Any) -> bool:
-    """True if `batches` is no list of batches: a single batch (tensor, array or mapping), a text, or an object that is not iterable."""
+    """True if `batches` cannot be iterated as batches: it is a single batch (tensor, array or mapping), a string, or not iterable."""
     return isinstance(batches, Mapping | str | bytes) or hasattr(batches, "__array__") or not isinstance(batches, Iterable)
 
 
@@ -151,7 +151,7 @@ def call_on(model: nn.Module, batch: Any) -> Any:
 
 
 class Batches:
-    """Iterates over batches and checks each. Raises CalibrationError if a batch is faulty; the message has its number, counted from 0.
+    """Iterates over batches and checks each. Raises CalibrationError if a batch is faulty, or if there is none.
 
     All batches must have the structure and dtypes of the first, and hold no NaN or infinity. With `own_forward`, the user's function calls
     the model on a batch, so a batch may hold more values than the model takes.

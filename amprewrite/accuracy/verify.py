@@ -116,7 +116,7 @@ def verify(amp: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any]
     return Report(run.low, found.rows, found.error, found.notes, *run.capture())
 
 
-# -- format reports as text -----------------------------------------------------------------------------------
+# -- format reports as text -----------------------------------------------------------------
 def _figures(row: Row) -> Sequence[str]:
     errors = (f"{figure:.2e}" for figure in (row.introduced, row.accumulated, row.largest))
     return row.colour.value, *errors, percentage(row.overflow), percentage(row.underflow)

@@ -90,7 +90,7 @@ class Rewritten(RewrittenBase):
         """
         return load_extra("ONNX", "export_onnx").export_onnx(self, path, args, kwargs, **options)  # type: ignore[no-any-return]
 
-    # -- frozen weights, for inference only ---------------------------------------------------------
+    # -- frozen weights, for inference only ----------------------------------------
     def freeze(self, *args: Any, **kwargs: Any) -> None:
         """Store each weight in the format in which the captured graphs read it. For inference only.
 

@@ -60,10 +60,10 @@ class Row:
     smallest: float = 0.0
     """Smallest nonzero magnitude before rounding; 0 if all values are zero."""
     inputs: tuple[str, ...] = ()
-    """Names of the rows that the op reads: results, or cast copies of results."""
+    """Names (`Row.name`) of the measured tensors that the op reads: results, or cast copies of results."""
 
 
-# -- round and measure tensors ------------------------------------------------------------------------------
+# -- round and measure tensors ------------------------------------------------------------
 def round_to(tensor: torch.Tensor, fmt: Format) -> torch.Tensor:
     """Return a detached fp32 tensor with every value of `tensor` rounded to nearest even in `fmt`."""
     return tensor.detach().to(fmt.dtype).to(torch.float32)
@@ -116,7 +116,7 @@ def is_fp32(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.dtype == torch.float32 and value.layout == torch.strided
 
 
-# -- records of a graph and of one run -----------------------------------------------------------------
+# -- records of a graph and of one run ------------------------------------------------------------
 @dataclass
 class StrictRegion:
     """A captured fp32 graph, with the plan that decides which values are rounded."""
@@ -154,11 +154,11 @@ class Recording:
     values: Values | None = None
     """All values that the eager model computes, to find captured ops with different results; None if they are not compared."""
     parted: list[NodePlan] = field(default_factory=list)
-    """Captured ops with results that are not among `values`, in running order."""
+    """Captured ops whose results are not among the eager model's `values`, in running order."""
     rows: list[Row] = field(default_factory=list)
-    """Rows of results and cast copies, in running order."""
+    """Measured errors of each op result and each cast copy, in running order."""
     gradient_rows: list[Row] = field(default_factory=list)
-    """Rows of gradients, in the order of backward."""
+    """Measured errors of each rounded gradient, in the order of backward."""
 
 
 class _Rounded(torch.autograd.Function):
@@ -196,7 +196,7 @@ class StrictInterpreter(torch.fx.Interpreter):
         self.fp8 = {each.node: each for each in region.plan.quantised.chosen}
         self.largest = {each.value: each.largest for each in region.plan.quantised.copies if each.role == X}
         self.quantised: dict[str, list[str]] = {}
-        """{matrix product with fp8 operands: names of the rows of its fp8 copies}."""
+        """{matrix product with fp8 operands: `Row.name` of each of its fp8 copies}."""
         self.wide = region.plan.edited(Edit.WIDE_PRODUCT)
         self.clamped = region.plan.edited(Edit.CLAMP_CONSTANTS)
         self.casts = {
@@ -273,7 +273,7 @@ class StrictInterpreter(torch.fx.Interpreter):
         return planned.colour is Colour.LOW and planned.name not in self.recording.kept
 
     def _read(self, reader: NodePlan, value: str) -> str:
-        """Return the name of the row that `reader` reads for its operand `value`: "value -> bf16" for a cast copy, otherwise "value"."""
+        """Return the `Row.name` of the tensor that `reader` reads as operand `value`: "value -> bf16" for a cast copy, otherwise "value"."""
         cast = self.casts.get((value, reader.name))
         return f"{self.path}{value}" + (f" -> {cast.to}" if cast else "")
 

@@ -166,7 +166,7 @@ def export_onnx(
 
 @contextlib.contextmanager
 def _blamed(source: Source) -> Iterator[None]:
-    """Context manager that replaces errors of libraries: by CaptureError if the model `source` is faulty or too large, otherwise PassError."""
+    """Context manager that turns errors of libraries into CaptureError if `source` is faulty or too large, otherwise into PassError."""
     try:
         yield
     except Rejected as error:

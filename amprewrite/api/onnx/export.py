@@ -119,7 +119,7 @@ def exported(
 def torch_plan(
     amp: RewrittenBase, args: tuple[Any, ...] | None, kwargs: Mapping[str, Any] | None, plan: ModelPlan | None
 ) -> tuple[ModelPlan, bool] | None:
-    """Return (plan of the PyTorch graph, flag) if the exported file must take formats from this plan; None if it decides by itself.
+    """Return (plan of the PyTorch graph, flag) if the exported file must take formats from this plan; None if it takes none.
 
     If `plan`, or the option `plan=` of `rewrite`, is given, return it with the flag False: the file takes all its formats. Otherwise, if
     `rewrite` got `node:` overrides, capture a plan and return it with the flag True: the file takes only the formats of these nodes.

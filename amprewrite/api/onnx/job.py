@@ -137,7 +137,7 @@ class OnnxResult:
 
 @dataclass(frozen=True)
 class Order:
-    """Options on output files and checks. Raises PolicyError if one is invalid, EmitError if `verify` needs ONNX Runtime and has none."""
+    """Options on output files and checks. Raises PolicyError if one is invalid, EmitError if `verify` is True and ONNX Runtime is missing."""
 
     target: Path | None = None
     plan_target: Path | None = None
@@ -207,7 +207,7 @@ class Job:
                 rules.check("module", modules)
                 rules.check("node", names)
 
-    # -- sample and decide ------------------------------------------------------------------------
+    # -- sample and decide ---------------------------------------------------------------------
     def run(self, feeds: Iterable[Feed] | None, order: Order) -> OnnxResult:
         lenient = order.verify or feeds is not None
         samples = self.sample(feeds, order.time_limit, lenient)
@@ -282,7 +282,7 @@ class Job:
             raise CaptureError(f"{self.name} is not valid ONNX: {said}; export it again{remedy}")
         self.notes.append(f"onnx.checker refuses {self.name}, and the result with it, but ONNX Runtime runs them: {samples.invalid}")
 
-    # -- write and verify ---------------------------------------------------------------------------------
+    # -- write and verify ------------------------------------------------------------------------
     def emit(self, region: RegionPlan, report: OnnxReport, samples: Samples, order: Order) -> OnnxResult:
         if order.target is None and not is_large(self.model):
             if order.verify:
@@ -404,7 +404,7 @@ class Job:
         return relative_error(wanted, got) if is_measurable(wanted) else None
 
     def _refused_itself(self) -> str:
-        """Load the source model in ONNX Runtime with default options. Return the message of the error; "" without an error or a source."""
+        """Load the source model in ONNX Runtime with default options. Return the error as text; "" if there is no error, or no source."""
         source = self.source
         if source is None:
             return ""

@@ -26,7 +26,7 @@ from amprewrite.tables.vocabulary import Colour, OpKind, Reason
 REGION = "onnx"
 """Name of the only region (plan of one graph) in the plan of an ONNX file."""
 CHOSEN = (Reason.ASKED, Reason.IN_PLAN)
-"""Reasons that mark a colour as the choice of the user for this node."""
+"""Reasons that mark a node's colour (format) as the user's own choice for this node."""
 SOFT = (Reason.CONSTANT, Reason.CANCELS)
 """Reasons to keep an op in fp32 that a given plan of the same graph may overrule, since the author of that plan has seen them."""
 

@@ -25,7 +25,7 @@ from amprewrite.torch_internals.graph_modules import LazyGraphModule
 Hoisted = tuple[int, torch.dtype, Layout]
 """A low copy of a weight: (position of the weight among the inputs, dtype of the copy, padded layout of the copy)."""
 QuantisedInput = tuple[int, tuple[Any, ...]]
-"""An fp8 copy of a weight: (position of its low copy among the inputs, further arguments of `quantise`)."""
+"""An fp8 copy of a weight: (position of the weight's low copy among the inputs, arguments of `quantise` after that copy)."""
 Widened = tuple[int, torch.dtype, int | None]
 """A result that is cast after the graph has run: (position of the result, dtype of the cast, position of the gradient's scale).
 
