@@ -71,7 +71,7 @@ def gather_low(amp: nn.Module) -> LowGathers:
     A later call that would read a rounded weight in fp32 (from a new graph, code outside the graphs, or a hook) raises CaptureError.
     Then call this function again on all ranks, and the weight is gathered in fp32. The result lists the weights with their formats.
 
-    Raises PolicyError if the model is not rewritten or not sharded by `fully_shard`, PlanError before the first step or if all is fp32.
+    Raises PolicyError if the model is not rewritten or not sharded by FSDP2; PlanError before the first step, or if it runs in fp32.
     """
     if not isinstance(amp, RewrittenBase):
         raise PolicyError(f"gather_low takes a rewritten model, not {type(amp).__name__}; pass what amprewrite.rewrite returned")

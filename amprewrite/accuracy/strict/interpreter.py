@@ -273,7 +273,7 @@ class StrictInterpreter(torch.fx.Interpreter):
         return planned.colour is Colour.LOW and planned.name not in self.recording.kept
 
     def _read(self, reader: NodePlan, value: str) -> str:
-        """Return the `Row.name` of the tensor that `reader` reads as operand `value`: "value -> bf16" for a cast copy, otherwise "value"."""
+        """Return the `Row.name` of the tensor that `reader` reads for `value`: "value -> bf16" for a cast copy, otherwise "value"."""
         cast = self.casts.get((value, reader.name))
         return f"{self.path}{value}" + (f" -> {cast.to}" if cast else "")
 

@@ -41,7 +41,7 @@ from amprewrite.torch_internals.trees import tree_map
 
 @dataclass(frozen=True)
 class Outcome:
-    """Result of `StrictRun.rounded`, a run with emulated rounding: the measured errors of each value, of the outputs and of the gradients."""
+    """Result of `StrictRun.rounded`, a run with emulated rounding: the measured errors of each value, the outputs and the gradients."""
 
     rows: tuple[Row, ...]
     """Measured errors of each op result and each cast copy, in running order."""

@@ -137,7 +137,7 @@ class OnnxResult:
 
 @dataclass(frozen=True)
 class Order:
-    """Options on output files and checks. Raises PolicyError if one is invalid, EmitError if `verify` is True and ONNX Runtime is missing."""
+    """Options on output files and checks. Raises PolicyError if one is invalid, EmitError if `verify` needs ONNX Runtime and finds none."""
 
     target: Path | None = None
     plan_target: Path | None = None
