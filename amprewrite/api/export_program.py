@@ -64,8 +64,8 @@ def _export_with_plan(
     captured = session.read(module, (), "graph0", "", names, plain.training, may_decline=False)
     _leave_between(captured, part_paths(plain, session.options.granularity))
     edited, region = rewrite_for(captured, args, kwargs, session.learn, session.warn_fp32, session.overflowed)
-    # `agree` makes the model's other graphs take over the colours of this export. Call it only if the user chose dtype=. Otherwise the
-    # graphs on this device may run in fp32, and must not take over the low colours of the exported file.
+    # `agree` makes ops in the model's other graphs run in the formats of this export. Call it only if the user chose dtype=. Otherwise
+    # the graphs on this device may run in fp32, and must not get the low formats of the exported file.
     if session.options.low is not None:
         with session.lock:
             session.agree(region)

@@ -486,8 +486,8 @@ def losses(reading: OnnxReading, region: RegionPlan) -> tuple[Loss, ...]:
     colours, found = {node.name: node.colour for node in region.nodes}, dict[str, Loss]()
     for read in reading.constants:
         kept = colours[read.follows] is Colour.HIGH
-        # `read.loss.kept` is True if the constant's error in the low format may keep its reader, an op, in fp32. If the passes let this op
-        # run low all the same, they found the error harmless, so do not report it
+        # `read.loss.kept` is True if the constant's error is a reason to run the op that reads it in fp32. If the passes let this op run
+        # low all the same, they found the error harmless, so do not report it
         if read.loss is not None and (kept or not read.loss.kept):
             found[read.loss.name] = replace(read.loss, kept=kept or (read.loss.name in found and found[read.loss.name].kept))
     return tuple((found | reading.kept).values())
