@@ -3,9 +3,8 @@
     compiled = torch.compile(model, backend="amprewrite", options={"dtype": "bf16", "backend": "inductor"})
     amprewrite.compiled(compiled).plan
 
-The backend takes the options of `rewrite` that concern graphs: dtype, lists, overrides, plan, device, measure, memory, high, loss_scale,
-pad, backend and strict. Options that concern the module object (granularity, inplace, cache_weights) do not apply, since torch.compile
-handles the module.
+The backend takes these options of `rewrite`: dtype, lists, overrides, plan, device, measure, memory, high, loss_scale, pad, backend and
+strict. Options that concern the module object (granularity, inplace, cache_weights) do not apply, since torch.compile handles the module.
 """
 
 from __future__ import annotations
@@ -36,8 +35,8 @@ def compile_backend(
 ) -> Callable[..., Any]:
     """Rewrite one captured `graph`, and return the function that runs it. torch.compile finds this backend by the name "amprewrite".
 
-    Dynamo calls this backend with each graph and example `inputs`. `options` are the options of `amprewrite.rewrite` that concern graphs,
-    such as {"dtype": "bf16"}; `OPTIONS` in `amprewrite.api.compile_backend` lists them. `mode` is an option of inductor and is refused.
+    Dynamo calls this backend with each graph and example `inputs`. `options` are options of `amprewrite.rewrite` such as
+    {"dtype": "bf16"}; `OPTIONS` in `amprewrite.api.compile_backend` lists the names that are taken. `mode` is an option of inductor and is refused.
     Raises PolicyError for invalid options; torch.compile reports it inside an error of its own.
     """
     from amprewrite.runtime.torch_compile import compile_graph
