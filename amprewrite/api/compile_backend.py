@@ -35,8 +35,8 @@ def compile_backend(
 ) -> Callable[..., Any]:
     """Rewrite one captured `graph`, and return the function that runs it. torch.compile finds this backend by the name "amprewrite".
 
-    Dynamo calls this backend with each graph and example `inputs`. `options` are options of `amprewrite.rewrite` such as
-    {"dtype": "bf16"}; `OPTIONS` in `amprewrite.api.compile_backend` lists the names that are taken. `mode` is an option of inductor and is refused.
+    Dynamo calls this backend with each graph and example `inputs`. `options` are options of `amprewrite.rewrite`, such as
+    {"dtype": "bf16"}; `OPTIONS` in `amprewrite.api.compile_backend` lists their names. `mode` is an option of inductor and is refused.
     Raises PolicyError for invalid options; torch.compile reports it inside an error of its own.
     """
     from amprewrite.runtime.torch_compile import compile_graph
