@@ -113,7 +113,7 @@ def calibrate(
                     with torch.enable_grad():
                         trial.run(batch, watch)
             except (TypeError, ValueError, RuntimeError, LookupError) as error:
-                said = f"batch {count + 1} cannot be run: {type(error).__name__}: {error}"
+                said = f"batch {count} cannot be run: {type(error).__name__}: {error}"
                 raise CalibrationError(f"{said}; forward= says how to call the model on a batch") from error
             count += 1
             advance()

@@ -127,7 +127,7 @@ class GraphErrors:
         if not touching:
             return "its neighbours are kept"
         (value, reader), squared = max(touching.items(), key=lambda item: item[1])
-        return f"rounding {value} for {reader} adds {self.metric.of_squares(squared):.2g} to the output's error"
+        return f"rounding {value} for {reader} adds {self.metric.of_squares(squared):.2g} to the output's error ({self.metric.estimated})"
 
 
 def _rounds(operand: Operand) -> bool:

@@ -90,7 +90,7 @@ def sensitivity(
     """Rank the nodes of `model` by the output error that each causes alone if it runs in `dtype`, on the first 8 batches at most.
 
     `batches` and `forward` are the same as for `amprewrite.calibrate`. `metric="logprob"` ranks by the divergence of the next token's
-    probabilities, in nats; None ranks by the relative L2 error of all outputs.
+    probabilities, in nats. None ranks by the relative L2 error of all outputs, and so does a function, which gives no estimates.
 
     Raises CalibrationError if batches do not fit the model, or if no floating output depends on its inputs or weights. Raises
     PolicyError for an unknown dtype or metric.
@@ -113,7 +113,7 @@ def sensitivity(
                 name = f"{names[id(captured)]}/{node.name}" if len(regions) > 1 else node.name
                 error, result, operands = map(asked.of_squares, (total, out[node.name], into[node.name]))
                 causes.append(Cause(name, node.op, error, result, operands, node.module, node.source))
-    return Sensitivity(low.name, tuple(sorted(causes, key=lambda cause: -cause.error)), asked.unit)
+    return Sensitivity(low.name, tuple(sorted(causes, key=lambda cause: -cause.error)), asked.estimated)
 
 
 def _names(captured: Captured, name: str) -> Iterator[tuple[int, str]]:

@@ -198,7 +198,7 @@ def plain_consoles(monkeypatch: pytest.MonkeyPatch) -> None:
 BAD = {
     "calibrate {m}:good batches": "'batches' names no batches; name them as package.module:callable",
     "calibrate {m}:good {m}:wrong": "returned an int; it should return an iterable of batches",
-    "calibrate {m}:good {m}:good": "batch 1 cannot be run: TypeError",
+    "calibrate {m}:good {m}:good": "batch 0 cannot be run: TypeError",
     "plan {m}:good --calibration gone.json": "no calibration at gone.json",
     "plan {m}:raises": "raised ValueError: the weights are on another machine (models_",
     "plan {m}:leaves": "raised SystemExit: 0 (models_",

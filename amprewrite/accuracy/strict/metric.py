@@ -31,6 +31,8 @@ class Metric:
     """The relative L2 error of all floating outputs. It is also the base class of the other metrics."""
 
     unit: str = "relative L2"
+    estimated: str = "relative L2"
+    """Unit of estimates, which `of_squares` returns."""
 
     def error(self, exact: Any, got: Any) -> float:
         """Return the error of a batch's output `got` against the fp32 output `exact`; inf if shapes differ or a number overflows."""
@@ -63,6 +65,7 @@ class LogProb(Metric):
     """The mean Kullback-Leibler divergence, in nats, of the next token's probabilities from the probabilities of the fp32 run."""
 
     unit: str = "KL divergence, nats"
+    estimated: str = unit
 
     def error(self, exact: Any, got: Any) -> float:
         wanted, found = logits_of(exact), logits_of(got)
