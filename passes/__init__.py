@@ -68,9 +68,9 @@ NORMALISE: tuple[Normalising, ...] = (
     FreeBackwards(),  # run the backward of an autograd Function in the grad mode of its caller, so that this backward can be differentiated
     RestoreHooks(),  # replace Dynamo's op for hooks on tensors, which fails on fake tensors
     FollowWrites(),  # let nodes after an in-place op read the op's result, so that the op may write to a cast copy
-    PartSummands(),  # split baddbmm and addmm if the summand counts something, such as positions: only the sum must then stay fp32
+    PartSummands(),  # split baddbmm and addmm if the summand holds whole numbers, such as positions: only the sum must then stay fp32
     FusePatterns(),  # replace each norm, softmax or GELU that is written out in several ops by one op, whose kernel computes in fp32 inside
-    MarkLeaving(),  # insert a no-op conversion after a returned value that shares memory or has other readers, so that they share one cast
+    MarkLeaving(),  # convert each returned value that has other readers or shares memory by a no-op: all its readers share one cast
 )
 EVIDENCE: tuple[Deciding, ...] = (
     RepaintByRange(),  # keep in fp32 the values that the low format cannot hold, as calibration, weights and constants show

@@ -135,9 +135,9 @@ class _Reading:
             spans = [each for each in given if self.graph[each].numel >= node.numel]
             found = [self.found[each] for each in spans if self.found[each] > Held.EXACT or each in self.from_inputs] or found
         if not given or node.op in LOGS or (Held.EXACT in found and node.op not in BOUNDED | SHARES):
-            return Held.PLAIN if node.op in BOUNDED else Held.EXACT  # log(c * x) = log(c) + log(x): a factor becomes an offset
+            return Held.PLAIN if node.op in BOUNDED else Held.EXACT  # a log may have a large offset: log(c * x) = log(c) + log(x)
         bent = node.op in LEVELS | AWAY | AVERAGES | NORMS  # the result's relative error may differ from the low format's, so not ROUNDED
-        if node.op in SUMS:  # a sum with a number or a PLAIN value (not a bias) has the same absolute error, but another relative error
+        if node.op in SUMS:  # adding a number or a PLAIN value changes the size, but not the error: the relative error is another
             bent = bent or len(given) < 2 or any(self.found[each] is Held.PLAIN and not self._is_bias(each) for each in given)
         return Held.PLAIN if bent or node.kind in (OpKind.DENY, None) else min(max(found), Held.ROUNDED)
 

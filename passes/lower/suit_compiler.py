@@ -98,7 +98,7 @@ def return_low(graph: torch.fx.Graph) -> list[Widened]:
         entered = isinstance(result, torch.fx.Node) and result.target is scale_gradient
         cast = result.args[0] if entered else result
         if not isinstance(cast, torch.fx.Node) or not widens(cast) or switched:
-            continue  # if `switched`, the cast may run under no_grad, but after the graph autograd would record it
+            continue  # if `switched`, the cast may run under no_grad; autograd would record a cast that is made after the graph
         if any(held[storage] > 1 for storage in memory_of(result)):
             continue  # another result shares the memory of the cast, but would not if the cast were made after the graph
         # Keep the cast if the graph writes the cast's operand or result: a moved cast would read later values, or lose the writes.

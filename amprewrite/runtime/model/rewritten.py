@@ -89,7 +89,7 @@ class RewrittenBase(nn.Module):
         cls: Any = original_class(self)
         if copies_itself(cls):
             made = memo[id(self)] = copy.deepcopy(_twin_before(self), memo)
-        else:  # copy the modules themselves, not the clone of `_twin_before`: other copied objects may refer to the modules, too
+        else:  # copy this module, not its clone that `_twin_before` makes: other objects in the same deepcopy may refer to it
             state = {name: value for name, value in cls.__getstate__(self).items() if name not in (SESSION, BEFORE)}
             made = memo[id(self)] = cls.__new__(cls)
             made.__setstate__(copy.deepcopy(state, memo))
