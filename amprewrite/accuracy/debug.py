@@ -44,20 +44,20 @@ from amprewrite.tables.vocabulary import Colour
 GROWTH = 8.0
 """An op is reported as cancellation if its error before rounding is more than GROWTH times the largest error of its operands.
 
-For comparison, a sum of k rounded terms has about √k times the error of a term. GROWTH has a second use: an op whose own rounding error
-is more than GROWTH eps is reported as underflow, because normal numbers lose at most half an eps.
+For comparison, a sum of k rounded terms has about √k times the error of a term. An op is also reported, as underflow, if its own rounding
+error is more than GROWTH eps of the low format. Rounding a normal number loses at most half an eps, so such values are subnormal or zero.
 """
 NOISE = 16.0
-"""Errors of at most this many eps are not reported, neither as cancellation nor as underflow to zero (`FLUSHED`)."""
+"""A cancellation, or an underflow to zero (`FLUSHED`), is reported only if its error is more than this many eps of the low format."""
 FLUSHED = 0.1
 """An op is reported as underflow if at least this share of its values rounds to zero and its rounding error is above NOISE eps.
 
-For a gradient the limit of the rounding error is 0.01.
+A gradient is reported if at least the same share of its values rounds to zero and its rounding error is above 0.01.
 """
 TOLERANCE = 8.0
 """Default limit of `suggest_overrides` for the relative output error, in eps of the low format."""
 MOST_CHECKED = 10
-"""If `suggest_overrides` finds at most this many fp32 nodes, it drops each node that can run low within the error target after all.
+"""If `suggest_overrides` finds at most this many fp32 nodes, it tries each in the low format again, and leaves it low if the target is met.
 
 The number is small because each test of a node rewrites and captures the model again.
 """
@@ -174,11 +174,11 @@ def debug(
     """Run the rewritten model `amp` with and without rounding on the same inputs, and report the nodes where the numbers differ.
 
     `backward=True` also runs backward from `loss(output)`, a 0-dim tensor. `backward=None` does so if gradients are enabled, and either the
-    model is in training mode or `loss` is given. If `loss` is not given, the attribute or item `loss` of the output is taken. Without one,
-    only output tensors that require a gradient count: a single tensor of 0 dims is the loss, otherwise the sum of their mean squares is.
+    model is in training mode or `loss` is given. Without `loss`, the loss is the attribute or item `loss` of the output if it is a 0-dim
+    tensor. Otherwise `default_loss` computes a loss from the outputs, such as the sum of their mean squares.
 
-    The model is captured again in its current mode. Parameters, `.grad`, buffers, random state and inputs do not change. Raises
-    PolicyError if `amp` is not rewritten or there is no loss, CaptureError if nothing can be captured.
+    The model is captured again in its current mode. Parameters, `.grad`, buffers, random state and inputs do not change. Raises PolicyError
+    if `amp` is not rewritten, there is no loss, or gradients are off with `backward=True`; CaptureError if nothing can be captured.
     """
     if backward is None:
         backward = torch.is_grad_enabled() and (loss is not None or (isinstance(amp, nn.Module) and amp.training))
@@ -234,11 +234,11 @@ def _cancels(row: Row, by_name: Mapping[str, Row], eps: float) -> bool:
 
 
 def _lost_at(row: Row, by_name: Mapping[str, Row]) -> Row:
-    """Return the row whose rounding caused the error of `row`.
+    """Return the row (measured errors of one tensor) whose rounding caused the error of `row`.
 
-    The search goes upstream from `row`, each time to the operand with the largest absolute error. If an operand's own rounding error is
-    more than a tenth of its total error, return this operand; for a cast copy, return the value that was cast. If the search reaches a row
-    without measured operands, return that row; for a cast copy without a rounding error, return the `row` where the search started.
+    The search goes upstream from `row`, at each step to the operand with the largest absolute error. It ends at the first operand whose own
+    rounding error is more than a tenth of its total error. If this operand is a cast copy, return the row of the value that was cast. It
+    also ends at a row without measured operands. If that row is a cast copy without a rounding error, no cause is found: return `row`.
     """
     here, seen = row, {row.name}
     while True:
@@ -340,7 +340,7 @@ class _Trials:
         return self.known[asked]
 
     def fewest(self, kept: list[str]) -> list[str]:
-        """Return a small subset of the fp32 nodes `kept` that meets the target. Try to make half of them low at once, then ever fewer."""
+        """Return a small subset of the fp32 nodes `kept` that meets the target. Try to make half of them low, then a quarter, and so on."""
         size = max(len(kept) // 2, 1)
         while kept:
             start, dropped = 0, False

@@ -4,8 +4,8 @@
 
 1. Capture the model as `rewrite` does, so that graphs and nodes have the names of the plan.
 2. Run every batch in fp32, op by op. Merge the range of every fp32 result (`ValueRange.of`) into the record, and free the result.
-   Gradients are off, unless a loss is given. If the first batch then fails, as it does in a model that computes gradients itself, it is
-   run again with gradients on, and so are all later batches.
+   Without a loss, gradients are off. If the first batch fails, the model may compute gradients itself. So this batch is run again with
+   gradients on, and so are all later batches.
 3. If a loss is given, run backward too, and record the range of every result's gradient.
 """
 

@@ -5,15 +5,15 @@ Let each cut of a flow network be a plan: ops on the source side are low. Then a
 roundings, estimated by `sensitivity`, are added up.
 
 1. Arcs give the times of ops and casts, as in `amprewrite.planner.assignment`.
-2. An edge (value, reader) with error w is rounded if the value (v = 1) or the reader (r = 1) is low: w·max(v, r) = w·v + w·r·(1 − v),
-   which is an arc from the value to the sink and an arc from the reader to the value. An op of kind CLEAR, such as a reshape, only passes
-   values on: if it is low, the readers of its result count the rounding.
-3. More low ops never reduce the error. So the smallest optimal set of low ops only shrinks as λ grows: let A and B be the smallest
-   minimisers at λ < μ. By submodularity A ∩ B is a minimiser at μ, hence B ⊆ A. (Gallo, Grigoriadis and Tarjan 1989 show this for
-   linear errors; the argument holds for monotone submodular errors.)
-4. In a first series of cuts, ops that Tensor Cores speed up (matmuls, convolutions) stay low while λ grows. In a second series, they
-   become fp32 as well: these cuts minimise FLOPs of matmuls in fp32 + λ·error², which does not depend on the device. Matmuls that
-   reduce the error only together become fp32 at the same λ.
+2. An edge (value, reader) with squared error w is rounded if the value is low (v = 1) or the reader is low (r = 1). So its cost is
+   w·max(v, r) = w·v + w·r·(1 − v): one arc from the value to the sink, and one arc from the reader to the value. An op of kind CLEAR, such
+   as a reshape, does not round what it reads. So the edges from a low CLEAR op to its readers have the cost, not the edge to the op.
+3. A plan with more low ops never has a smaller error. So nodes only become fp32 as λ grows: let A and B be the smallest optimal sets of
+   low ops at λ < μ. By submodularity A ∩ B is optimal at μ, hence B ⊆ A. (Gallo, Grigoriadis and Tarjan 1989 show this for linear errors;
+   the argument holds for monotone submodular errors.)
+4. In a first series of cuts, ops that Tensor Cores speed up (matmuls, convolutions) stay low while λ grows. A second series makes these
+   ops fp32 as well: its cuts minimise FLOPs of matmuls in fp32 + λ·error², which does not depend on the device. If two matmuls reduce the
+   error only together, both become fp32 at the same λ.
 5. Equal layers change colour at the same λ, so two consecutive cuts may differ by many nodes. Plans between the two are added to the
    chain: of the nodes in which the cuts differ, they keep only the first ones high (fp32), in graph order. No λ gives these plans,
    since they are off the convex hull.
@@ -41,7 +41,7 @@ from amprewrite.tables.vocabulary import Colour, OpKind, Reason
 STEP = 2**0.5
 """Factor between consecutive values of λ, the price of a unit of squared error."""
 SLICES, LEAST_SLICE = 16, 4
-"""A plan with many new fp32 nodes is reached in at most SLICES steps. Each but the last adds LEAST_SLICE nodes or more (matmuls: 1)."""
+"""If many nodes become fp32, at most SLICES plans add them in steps: at least LEAST_SLICE nodes (matmuls: 1) in each but the last."""
 HALVINGS = 3
 """Number of times that an interval of λ, the price of error, is halved if the plans for its ends differ by several matmuls."""
 Kept = frozenset[tuple[str, str]]
@@ -131,7 +131,7 @@ class GraphErrors:
 
 
 def _rounds(operand: Operand) -> bool:
-    """True if the op that reads this operand rounds it when the op runs low."""
+    """True if the op that reads this operand rounds it when the op runs low. False, for instance, if it always reads it in fp32."""
     return operand.demand is Demand.COLOUR or (operand.demand is Demand.PROMOTE and not operand.scalar)
 
 
@@ -160,7 +160,7 @@ class Chain:
         self._add(frozenset((g.fingerprint, node.name) for g in self.graphs for node in g.graph if movable(node)), heavies=True)
         self.raised = [len(kept & flops.keys()) for kept, _ in self._sets]
         self.flops = [sum(flops.get(each, 0) for each in kept) for kept, _ in self._sets]
-        """For each plan of the chain, the FLOPs of the matmuls and convolutions that the chain keeps in fp32."""
+        """For each plan of the chain, the FLOPs of its fp32 matmuls and convolutions that the planner alone would run low."""
         self.heavy = len(flops)
 
     def _kept(self, price: float, heavies: bool) -> Kept:
@@ -192,8 +192,8 @@ class Chain:
     def _prices(self, typical: int) -> list[float]:
         """Return the prices to try for a unit of squared error, ascending. `typical` is a typical cost of a plan (modelled time or FLOPs).
 
-        A cut minimises the cost of a plan plus the price of its errors. At the first price, the sum of all errors costs about 1e-4 of
-        `typical`. At the last price, a billionth of this sum costs about 10 times `typical`. Return [] if this sum or `typical` is 0.
+        The first price is so low that errors hardly count: the sum of all squared errors costs about 1e-4 of `typical`. The last is so high
+        that even a billionth of this sum costs about 10 times `typical`. Return [] if this sum or `typical` is 0.
         """
         squares = [squared for g in self.graphs for squared in g.edges.values() if squared > 0]
         if not squares or not typical:

@@ -43,8 +43,8 @@ from amprewrite.tables.errors import AccuracyError, CalibrationError, MissingPac
 from amprewrite.tables.vocabulary import Colour
 
 NEIGHBOURS = 2
-"""Number of plans that the search tries after it has found one: the next faster ones. They may be exact enough, too, because a slower plan
-is not always more exact."""
+"""If the search finds a plan, it also tries the plans at this many places just before it in the chain. They are faster, and sometimes also
+exact enough, because the error does not always fall along the chain."""
 
 
 @dataclass(frozen=True)
@@ -215,7 +215,7 @@ def check_target(tolerance: float | None, accuracy: str | None, metric: Metric) 
 
 
 def _most(metric: Metric) -> float:
-    """Return the number below which `tolerance` must be: 1, or infinity for a user's function, whose errors may have any size."""
+    """Return the limit of `tolerance`, itself not allowed: 1, or infinity for a user's function, whose errors may have any size."""
     return math.inf if isinstance(metric, Judged) else 1
 
 
@@ -247,7 +247,7 @@ def check_floor(trial: Trial, batches: Sequence[Any], exact: Sequence[Any], tole
 
 
 def autocast_rules(captured: Captured) -> Captured:
-    """Return a second reading of the same graph, which classifies ops by torch.autocast's op lists, not by the user's op lists."""
+    """Return `captured.by_autocast`: the same graph, with ops classified by the op lists of torch.autocast instead of the user's."""
     assert captured.by_autocast is not None
     return captured.by_autocast
 
@@ -323,7 +323,7 @@ class RoundedRunner:
     """Runs captured graphs in fp32, and rounds each value that the plan makes low. Each graph is planned at its first run.
 
     `prepare(captured)` returns the graph to plan. For example, it stores in `captured` the nodes to keep in fp32 and returns `captured`,
-    or it returns a second reading of the same graph, by the op lists of torch.autocast.
+    or it returns `captured.by_autocast`, the same graph with ops classified by the op lists of torch.autocast.
     """
 
     def __init__(self, prepare: Callable[[Captured], Captured]) -> None:
@@ -344,11 +344,11 @@ class RoundedRunner:
 
 
 def planned(captured: Captured) -> RegionPlan:
-    """Return a plan of a captured graph. Ops whose kernels refuse low inputs stay fp32.
+    """Return the plan of a captured graph. Ops whose kernels refuse low inputs stay fp32.
 
-    To find these ops, the first call also edits a copy of the graph by the plan, and runs the copy on fake tensors. `captured` stores the
-    ops found, so later calls only plan. If the graph has body graphs (of activation checkpoints or loops), every call edits and runs a
-    copy, because only the edit plans the bodies.
+    The first call finds these ops: `rewrite_graph` edits a copy of the graph by the plan and runs the copy on fake tensors. The ops are
+    stored in `captured`, so later calls only plan. If the graph has body graphs (of activation checkpoints or loops), every call uses
+    `rewrite_graph`, because no other function plans the bodies.
     """
     if captured.tried:
         return plan_region(captured.problem)

@@ -70,7 +70,7 @@ class _TrialSession(Session):
         """Do nothing about parts that cannot be captured: the rewritten model itself warns of them."""
 
     def _check_options(self) -> None:
-        """Do nothing. The base class would refuse options that name nodes, because the plans of a trial session are empty."""
+        """Do nothing. The plans of a trial session have no nodes, so the base class would refuse every option that names a node."""
 
 
 class CallArguments(NamedTuple):
@@ -99,8 +99,8 @@ class Trial:
     def run(self, batch: Any, runner: GraphRunner, then: Callable[[Any], Any] | None = None) -> Any:
         """Run the model on one batch and return its result. `runner` runs each captured graph on its inputs and returns its results.
 
-        If `then` is given, return `then(result)`. Run backward only in `then`: after that call, the buffers are restored, and autograd
-        refuses a backward that needs the overwritten values.
+        If `then` is given, return `then(result)`. Run backward only in `then`: before `run` returns, it restores the buffers in place, and
+        autograd refuses a backward that needs overwritten values.
         """
         session = session_of(self.amp)
         assert isinstance(session, _TrialSession)

@@ -5,10 +5,10 @@
    subgraphs, so that the passes see every op. Autocast regions and other subgraphs are not opened; their inputs and results keep their
    formats.
 3. Plan and edit the graph like any captured graph.
-4. In fp16, first run the graph in fp32 on the inputs, like the first calls of a rewritten model. If fp16 cannot hold a value that is
-   planned low, decide again with the observed ranges. Buffers and random state are restored.
-5. For a frozen model, store weights in the low format if the graph reads them only in it. The file is then as small as the model, and
-   casts no weights.
+4. In fp16, run the captured graph in fp32 on the example inputs, as the first calls of a rewritten model do. If fp16 cannot hold a value
+   that is planned low, repeat step 3 with the observed ranges. Buffers and random state are restored.
+5. For a frozen model, store weights in the low format if the graph reads them only in this format. The file is then about half as large,
+   and the program casts none of these weights.
 6. Export the edited module again, with the same dynamic shapes.
 """
 

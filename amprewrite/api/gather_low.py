@@ -7,8 +7,8 @@ shards that optimizers and checkpoints see stay fp32.
 1. `LowGather` replaces FSDP's all-gather for one sharded module, through `FSDPModule.set_custom_all_gather`.
 2. `LowGather` sends the low format only if FSDP gathers for a forward or a backward, and frees the gathered weights afterwards. If the
    user calls `unshard()`, weights are gathered in fp32.
-3. All ranks must send the same format. So the ranks agree once, in `agree`, and never change the formats by themselves.
-4. `GatheredLow` checks each call: if a call may read rounded weights without a cast to the low format, it raises before it returns.
+3. All ranks must send a weight in the same format. So they agree on it in each call of `gather_low`, and no rank changes it alone.
+4. `GatheredLow` checks each call of a module. If code may read rounded weights without a cast to the low format, the call raises an error.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def gather_low(amp: nn.Module) -> LowGathers:
     A later call that would read a rounded weight in fp32 (from a new graph, code outside the graphs, or a hook) raises CaptureError.
     Then call this function again on all ranks, and the weight is gathered in fp32. The result lists the weights with their formats.
 
-    Raises PolicyError if the model is not rewritten or not sharded by FSDP2; PlanError before the first step, or if it runs in fp32.
+    Raises PolicyError if the model is not rewritten or not sharded by FSDP2; PlanError if no graph has run yet or the model runs in fp32.
     """
     if not isinstance(amp, RewrittenBase):
         raise PolicyError(f"gather_low takes a rewritten model, not {type(amp).__name__}; pass what amprewrite.rewrite returned")

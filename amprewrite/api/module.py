@@ -56,9 +56,9 @@ class Rewritten(RewrittenBase):
     def attach(self, optimizer: torch.optim.Optimizer, copies: bool = False, group: Any = None) -> None:
         """Have `optimizer` skip steps with overflowed gradients, and update the loss scale at its steps.
 
-        Optimizers that are not attached are found at the first forward, or at their first step; `attach` reports mistakes early. With
-        `copies=True`, the optimizer steps copies of the parameters, such as copies offloaded to another device. Such an optimizer cannot
-        be found, so attach it. If `optimizer` is a wrapper, such as accelerate's, the torch optimizer inside is attached.
+        Optimizers are also found without `attach`, at the first forward or at their first step. Set `copies=True` if the optimizer steps
+        copies of the parameters, such as copies offloaded to another device. Such an optimizer cannot be found, so attach it. If
+        `optimizer` is a wrapper, such as accelerate's, the torch optimizer inside is attached.
 
         `group` is a torch.distributed process group whose ranks hold different parts of one model, such as stages of a pipeline. The
         optimizers of all ranks then skip together. Each rank attaches its own optimizer with this group, and all must step equally
@@ -95,7 +95,7 @@ class Rewritten(RewrittenBase):
         """Store each weight in the format in which the captured graphs read it. For inference only.
 
         If arguments are given, the model is first called with these arguments. If all graphs captured so far read a weight in the low
-        format, only its low values are kept. If graphs read it in both formats, both are kept. Other weights do not change. Results stay
+        format, only its low values are kept. If graphs read it in both formats, both are kept. All other weights stay fp32. Results stay
         bitwise the same. The weights take about half the memory, and calls cast no weights. Afterwards parameters take no gradients, and
         their `dtype` is still fp32; `state_dict()` holds the stored values. If the rewrite was not in place, memory is freed only when the
         original model is deleted: it keeps its fp32 weights, and the frozen model has its own copies of all weights.
@@ -118,8 +118,8 @@ class Rewritten(RewrittenBase):
     def unfreeze(self, state_dict: Mapping[str, Any] | None = None) -> None:
         """Turn a frozen model back into an fp32 model that can be trained, with the values of `state_dict`.
 
-        Without `state_dict`, the weights become fp32 tensors with the stored, rounded values, and a warning says so. `load_state_dict` of
-        fp32 values also unfreezes the model. Raises PlanError if `state_dict` lacks a frozen weight, or if the model is not frozen.
+        Without `state_dict`, weights that kept only low values get these values in fp32, and a warning says so. `load_state_dict` of fp32
+        values also unfreezes the model. Raises PlanError if the model is not frozen, or `state_dict` lacks a frozen weight in its shape.
         """
         if session_of(self).options.frozen is None:
             raise PlanError(f"this {type(self).__name__} is not frozen")
@@ -129,8 +129,8 @@ class Rewritten(RewrittenBase):
     def frozen_weights(self) -> AbstractContextManager[None]:
         """Keep low-precision copies of weights for calls without gradients in a `with` block. No thread may change weights in the block.
 
-        If a write raises the version counter of a weight, the next call casts the weight again. At the end of the outermost block, every
-        copy is compared with its weight; a difference raises StaleWeightsError.
+        A write that raises the version counter of a weight does no harm: the next call casts the weight again. Other writes
+        are found at the end of the outermost block: every copy is compared with its weight, and a difference raises StaleWeightsError.
         """
         session = session_of(self)
         return session.cache.frozen(session.weight_names, "frozen_weights()", everywhere=True)

@@ -79,7 +79,7 @@ def rewrite(
             matrix products read bf16 and return fp32.
         plan: a plan, edited or not, to follow instead of deciding. A plan that does not fit the captured graphs raises PlanError.
         calibration: the result of `amprewrite.calibrate`, or batches to calibrate with. In fp16, values that would overflow or be
-            flushed to zero then stay fp32, and the plan gives the evidence. With `products=`, graphs without gradients get constant
+            flushed to zero then stay fp32, and the plan shows their ranges. With `products=`, graphs without gradients get constant
             scales for fp8 copies. Batches run in the model's current mode (train or eval).
         tolerance: largest error of the outputs that is allowed, such as 1e-3: the relative L2 error, or the error that `metric` defines.
             The cheapest plan found within this error is taken.
@@ -89,14 +89,14 @@ def rewrite(
             the mean Kullback-Leibler divergence, in nats, between the next token's probabilities (the softmax of the logits) and
             those of the fp32 model. A function takes (fp32 output, output) and returns the error.
         device: name of the device to plan for ("h100", "a100", "cpu", …; all are in `amprewrite.tables.devices.NAMED`). None plans for
-            the device that the model is on. The name sets prices and, with dtype=None, the format. Whether a kernel exists still
-            depends on the device that the model is on.
+            the device that the model is on. The named device gives the cost table and, with dtype=None, the format. Whether PyTorch has
+            a low kernel for an op still depends on the device that the model is on.
         memory: price of a gigabyte of activations kept for backward, in seconds, such as 0.01; 0 plans for speed.
         parity: whether all graphs of the model share one plan, so that training, evaluation, inference and exports compute the same
-            numbers. "train" or "eval" plans for the cost of a training step or of a pass without gradients; a number between 0 and 1 is
-            the weight of a training step. An op then has one format in all graphs, whatever their sizes. The graph that is captured
-            first decides. If a later graph must keep an op in fp32, the op stays fp32 in all graphs from then on. With False, each graph
-            gets its own cheapest plan, and numbers differ by rounding.
+            numbers. "train" minimises the cost of a training step, "eval" the cost of a pass without gradients, and a number between 0
+            and 1 (the weight of a training step) a mean of both. An op then has one format in all graphs, whatever their sizes. The first
+            captured graph decides. If a later graph must keep an op in fp32, the op stays fp32 in all graphs from then on. With False,
+            each graph gets its own cheapest plan, and numbers differ by rounding.
         measure: whether to time ops and casts on the device at hand instead of using the cost table. Times are cached on disk.
         high: the format of ops that are not low; only "fp32" is valid. TF32 cannot be set here, since PyTorch has one TF32 setting for
             the whole process: changing it for one graph would affect other code and break torch.compile's guards. If TF32 is on
@@ -117,10 +117,10 @@ def rewrite(
             kernels, so its numbers differ from "eager" by rounding; "inductor-exact" fuses less and gives the same numbers.
         cache_weights: how long to keep low copies of weights. With True, each weight is cast where it is read, so that no write to a
             weight is missed. In calls without gradients, `amp.frozen_weights()` keeps copies for a `with` block, and `generate()` for
-            its own duration. With "step", copies are kept until any optimizer steps, the mode changes or weights are loaded, in eager
-            training too, so that gradient accumulation casts each weight once; copies of weights that take no gradient are kept
-            longer. So call `amp.weights_changed()` after writes that PyTorch does not count (`.data`, NumPy, DLPack, collectives):
-            later calls notice most such writes and warn, but not all. With False, no copy is kept, not even by `generate()`.
+            its own duration. With "step", copies are kept until any optimizer steps, the mode changes or weights are loaded. Copies of
+            weights that take no gradient are kept longer. Eager training keeps copies, too: gradient accumulation casts each weight once.
+            With "step", call `amp.weights_changed()` after writes that PyTorch does not count (`.data`, NumPy, DLPack, collectives): later
+            calls notice most such writes and warn, but not all. With False, no copy is kept, not even by `generate()`.
         strict: whether code that cannot be captured raises CaptureError instead of running in fp32 with a warning.
         inplace: whether to turn `model` itself into the rewritten model and return it, for code that keeps its model object, as many
             trainers do. `amprewrite.restore(model)` undoes it. If anything raises, the model does not change.

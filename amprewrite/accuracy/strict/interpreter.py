@@ -152,7 +152,7 @@ class Recording:
     scale: float = 1.0
     """Loss scale by which gradients are multiplied before rounding."""
     values: Values | None = None
-    """All values that the eager model computes, to find captured ops with different results; None if they are not compared."""
+    """The values that the eager model computes, with which the results of captured ops are compared; None if nothing is compared."""
     parted: list[NodePlan] = field(default_factory=list)
     """Captured ops whose results are not among the eager model's `values`, in running order."""
     rows: list[Row] = field(default_factory=list)

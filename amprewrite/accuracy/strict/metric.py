@@ -1,11 +1,11 @@
 """Metrics of a model's output error: over all floating outputs, over the next token's probabilities, or by a user's function.
 
 1. *Relative L2 error* of all floating outputs together; over batches, its root mean square.
-2. `"logprob"`: the mean Kullback-Leibler divergence, in nats, of the softmax of the logits from that of the fp32 logits. To second order it
-   is half of δᵀ F δ, where δ is the error of the logits, p the fp32 probabilities, and F = diag(p) − p pᵀ (Kullback 1959). So backward
-   passes that start with random gradients of covariance F, √p·s − p·Σ(√p·s) with random signs s, can estimate the error of each rounding.
-3. A user's function of (fp32 output, output) that returns a number. It allows no such estimate for single roundings. So the relative L2
-   error selects the candidate plans, and the function measures their errors.
+2. `"logprob"`: the mean Kullback-Leibler divergence, in nats, of the probabilities (softmax of the logits) from the fp32 probabilities p.
+   To second order it is half of δᵀ F δ, where δ is the error of the logits and F = diag(p) − p pᵀ (Kullback 1959). So backward passes that
+   start with random gradients of covariance F, √p·s − p·Σ(√p·s) with random signs s, can estimate the error of each rounding.
+3. A user's function of (fp32 output, output) that returns a number. The function's error cannot be estimated for single roundings. So the
+   candidate plans are chosen by relative L2 error, and the function then measures the error of each.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Metric:
 
     unit: str = "relative L2"
     estimated: str = "relative L2"
-    """Unit of estimates, which `of_squares` returns."""
+    """Unit of the estimated errors that `of_squares` returns."""
 
     def error(self, exact: Any, got: Any) -> float:
         """Return the error of a batch's output `got` against the fp32 output `exact`; inf if shapes differ or a number overflows."""

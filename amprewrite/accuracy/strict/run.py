@@ -5,8 +5,8 @@
 3. `rounded` runs the clone with the plan's rounding, and with given nodes kept in fp32. It returns a row for every result, copy and
    gradient.
 
-If `backward` is False, gradients are on only in graphs that compute gradients themselves. If the model computes gradients outside its
-graphs, the first run fails, and all graphs run again with gradients on.
+A model may compute gradients itself. So even if `backward` is False, gradients are on in graphs that call torch.autograd or torch.func.
+If code outside the graphs computes gradients, the first run fails, and all runs from then on have gradients on in all graphs.
 """
 
 from __future__ import annotations

@@ -126,9 +126,9 @@ def export_onnx(
     Args:
         args: positional example inputs. Without `calibration`, they are also the sample that gives ranges and errors.
         kwargs: example inputs by keyword.
-        opset: the opset version for torch.onnx.export; None takes its default.
+        opset: the opset version for torch.onnx.export. None takes its default, or 21 if the file has fp8 products.
         dynamic_shapes: passed to torch.onnx.export.
-        products: as for `rewrite_onnx`. Models rewritten in fp16 may have fp8 products, too. None takes the option given to `rewrite`.
+        products: as for `rewrite_onnx`, but rules by node are ignored. None takes the option given to `rewrite`.
         plan: a plan, edited or not, from an earlier export or of the PyTorch graph. The file follows this plan.
         calibration: as for `rewrite_onnx`. It also gives the scales of fp8 copies. Without it, fp8 products of `amp` are bf16 in the file.
 

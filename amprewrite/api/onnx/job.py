@@ -72,7 +72,7 @@ class Crash(EmitError):
 
 
 class Rejected(EmitError):
-    """Raised if a rewritten model fails a check. `convert` then checks the source model, to see if it or our code is at fault."""
+    """Raised if a rewritten model fails a check. If the source model is faulty itself, `convert.py` raises CaptureError instead."""
 
     def __init__(self, said: str) -> None:
         super().__init__(f"{said}; please report this model")
@@ -83,8 +83,8 @@ class Rejected(EmitError):
 class OnnxReport:
     """The results of the checks of a rewritten ONNX model, its errors and its size.
 
-    Errors are over all outputs together. They may be large without harm if a mask blocks all positions of a row of attention: the result of
-    such a row has no meaning. fp32 gives its positions equal weights; fp16 does not, since the mask's values are clamped to fp16's range.
+    Errors are over all outputs together. They may be large without harm if a mask blocks all positions in a row of attention: the result of
+    such a row has no meaning. In fp32 all its positions get equal weights. In fp16 they do not, as the mask is clamped to fp16's range.
     """
 
     strict_error: float | None = None
@@ -183,7 +183,7 @@ class Job:
         self.before = constant_bytes(model)
         self.model = model
         self.before_raising: list[ir.Model] = []
-        """The model before each change of its opset, oldest first; empty if the opset did not change."""
+        """The model before each change of its opset, oldest first, to check that results stayed the same; empty without a change."""
         self.given: ModelPlan | None = None
         self.torch_plan: tuple[ModelPlan, bool] | None = None
         """(plan of the PyTorch graph, whether only its nodes with a node override are carried over); None without such a plan."""
@@ -482,7 +482,7 @@ def decide_region(
 
 
 def losses(reading: OnnxReading, region: RegionPlan) -> tuple[Loss, ...]:
-    """Return a `Loss` for each constant that the low format damages, unless this is harmless. `Loss.kept`: True if a reader stays fp32."""
+    """Return a `Loss` for each constant that is more than rounded, unless the passes found this harmless. `kept`: a reader stays fp32."""
     colours, found = {node.name: node.colour for node in region.nodes}, dict[str, Loss]()
     for read in reading.constants:
         kept = colours[read.follows] is Colour.HIGH

@@ -4,8 +4,8 @@
 2. A plan of a PyTorch model has node names of another graph. torch's exporter records on each ONNX node its module path and ATen op. The
    n-th node of an op in a module of the plan is matched with the n-th node of that op and module in the file. If their numbers differ,
    the colour is carried over only if all nodes of that op and module in the plan have the same colour.
-3. The colour high (fp32) is always carried over. The colour low is not carried over to an op that is forced to fp32, that no op list has,
-   or that is on the denylist. But if the user chose low for the node, neither the denylist nor a constant that does not fit prevents it.
+3. The colour high (fp32) is always carried over. The colour low is not carried over to an op on the denylist, on no op list, or forced to
+   fp32. If the user chose low for the node, the denylist does not prevent it, and neither does a constant that the low format cannot hold.
 """
 
 from __future__ import annotations
@@ -84,8 +84,8 @@ def keep_out(ops: frozenset[str], reading: OnnxReading) -> list[str]:
     """Keep in fp32 the ops that may be in code where the model disables torch.autocast. Return a list with a note on their number, or [].
 
     `ops` has the ATen names of the ops that the model runs, or may run, in such code; if it is empty, nothing is done. A file shows that an
-    op ran under a context manager, but not which: disabled autocast, enabled autocast or torch.no_grad. So every such op is kept in fp32,
-    except an op on the allowlist (such as a matmul) whose name is not in `ops`. Ops whose format is fixed already do not change.
+    op ran under a context manager, but not which: disabled autocast, enabled autocast or torch.no_grad. An op under a context manager is
+    kept in fp32 if `ops` has its name, or if it is not on the allowlist (of matmuls and the like). Ops with a fixed format do not change.
     """
     kept = 0
     for name, node in reading.nodes.items() if ops else ():
@@ -133,7 +133,7 @@ def _pin(reading: OnnxReading, name: str, planned: NodePlan) -> bool:
 
 
 def base_name(op: str) -> str:
-    """Return the ATen base name of an op in any spelling, such as "softmax" for "_softmax"; `op` itself if the op table lacks it."""
+    """Return the ATen base name of an op, such as "softmax" for "_softmax"; `op` itself if the op table lacks it."""
     row = find_op(op)
     return row.name if row is not None else op
 

@@ -25,7 +25,7 @@ from amprewrite.torch_internals.graph_modules import LazyGraphModule
 Hoisted = tuple[int, torch.dtype, Layout]
 """A low copy of a weight: (position of the weight among the inputs, dtype of the copy, padded layout of the copy)."""
 QuantisedInput = tuple[int, tuple[Any, ...]]
-"""An fp8 copy of a weight: (position of the weight's low copy among the inputs, arguments of `quantise` after that copy)."""
+"""An fp8 copy of a weight: (position of the weight's low copy among the inputs, further arguments of `quantise` after this copy)."""
 Widened = tuple[int, torch.dtype, int | None]
 """A result that is cast after the graph has run: (position of the result, dtype of the cast, position of the gradient's scale).
 
@@ -49,13 +49,13 @@ class Captured:
     parts: dict[torch.fx.Node, Captured] = field(default_factory=dict)
     """The captured body graph of each activation checkpoint, by the node that runs the checkpoint."""
     handed_on: dict[str, OpNode] = field(default_factory=dict)
-    """{name of a value that the body of a checkpoint returns in the low format: its op-graph node from before it was pinned to low}."""
+    """{name of a checkpoint's result that is returned low: its op-graph node before that}. Restored if a later plan returns it in fp32."""
     given: dict[str, str] = field(default_factory=dict)
     """For a body graph (of a checkpoint, loop or condition): {name of its input: name of the outer value passed to it; "" if none}."""
     factors: Mapping[str, float] = field(default_factory=dict)
     """Signed root mean square of each parameter that may scale a value (LayerScale, ReZero), by its name in the op graph."""
     counts: Mapping[torch.fx.Node, Count] = field(default_factory=dict)
-    """{node: `Count`}. A `Count` says if the node's value consists of counts, such as positions, and how large these may be."""
+    """{node: `Count`}: whether the value counts something, such as positions, and how large it may be. Low formats round large counts."""
     left_bodies: dict[str, tuple[Reason, str]] = field(default_factory=dict)
     """(reason, detail) of each body graph that is not rewritten, by the attribute that holds it.
 
@@ -64,7 +64,7 @@ class Captured:
     by_autocast: Captured | None = None
     """The same graph, read with the op lists of torch.autocast for a comparison; None if no comparison needs it."""
     tried: bool = False
-    """True if a plan of this graph has passed a run on fake tensors, so that later plans need no such run."""
+    """True if a plan of this graph has passed a run on fake tensors and later plans need no such run. False if there are body graphs."""
 
     def know(self, **facts: Any) -> None:
         """Replace `problem` by a copy in which the fields of `Problem` named in `facts` have new values."""
@@ -103,15 +103,15 @@ class Reading:
     lists: OpLists
     low: Format
     training: bool
-    """True if the graph is read as a graph with gradients: a backward may follow."""
+    """True if the graph records gradients, or is read as if it did because all graphs share one plan (`parity`)."""
     grad: bool = True
-    """True if gradients are enabled at the start of the graph. Passes read this field only if `training` is True."""
+    """If `training` is True: whether gradients count as enabled at the start of the graph. The graph may switch them on or off later."""
     higher_order: bool = True
     """Whether the graph may call higher-order ops, which run body graphs or set hooks."""
     inputs: Sequence[Any] = ()
     """The real tensors that the graph takes; () if they are not available."""
     handed: Sequence[Count | None] = ()
-    """For a body graph: whether each input consists of counts, such as positions (a `Count`; None: unknown). () for other graphs."""
+    """For a body graph: the `Count` of each input, as known from the outer graph; None for an unknown one. () for other graphs."""
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ class EditedGraph:
     widened: list[Widened] = field(default_factory=list)
     """The results that the graph returns in the low format. They are cast after the graph has run."""
     cast_up: list[int] = field(default_factory=list)
-    """Positions of the frozen weights that the graph takes in the low format, because only low values are kept, and casts to fp32."""
+    """Positions of frozen weights that keep only low values but are read in fp32. The graph takes these low values and casts them."""
     own: bool = False
     """True if passes may edit `module` in place, because no other code reads it, for instance after `make_own`."""
 
