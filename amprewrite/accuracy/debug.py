@@ -175,7 +175,7 @@ def debug(
 
     `backward=True` also runs backward from `loss(output)`, a 0-dim tensor. `backward=None` does so if gradients are enabled, and either the
     model is in training mode or `loss` is given. Without `loss`, the loss is the attribute or item `loss` of the output if it is a 0-dim
-    tensor. Otherwise `default_loss` computes a loss from the outputs, such as the sum of their mean squares.
+    tensor. Otherwise it is the sum of the mean squares of the outputs that require a gradient, or the only such output itself if 0-dim.
 
     The model is captured again in its current mode. Parameters, `.grad`, buffers, random state and inputs do not change. Raises PolicyError
     if `amp` is not rewritten, there is no loss, or gradients are off with `backward=True`; CaptureError if nothing can be captured.

@@ -7,7 +7,7 @@ roundings, estimated by `sensitivity`, are added up.
 1. Arcs give the times of ops and casts, as in `amprewrite.planner.assignment`.
 2. An edge (value, reader) with squared error w is rounded if the value is low (v = 1) or the reader is low (r = 1). So its cost is
    w·max(v, r) = w·v + w·r·(1 − v): one arc from the value to the sink, and one arc from the reader to the value. An op of kind CLEAR, such
-   as a reshape, does not round what it reads. So the edges from a low CLEAR op to its readers have the cost, not the edge to the op.
+   as a reshape, does not round what it reads. So an edge to a low CLEAR op costs nothing: the edges from its result count the rounding.
 3. A plan with more low ops never has a smaller error. So nodes only become fp32 as λ grows: let A and B be the smallest optimal sets of
    low ops at λ < μ. By submodularity A ∩ B is optimal at μ, hence B ⊆ A. (Gallo, Grigoriadis and Tarjan 1989 show this for linear errors;
    the argument holds for monotone submodular errors.)

@@ -43,8 +43,8 @@ from amprewrite.tables.errors import AccuracyError, CalibrationError, MissingPac
 from amprewrite.tables.vocabulary import Colour
 
 NEIGHBOURS = 2
-"""If the search finds a plan, it also tries the plans at this many places just before it in the chain. They are faster, and sometimes also
-exact enough, because the error does not always fall along the chain."""
+"""If the search finds a plan, it also tries this many plans just before it in the chain. They are faster, and sometimes also exact enough,
+because the error does not always fall along the chain."""
 
 
 @dataclass(frozen=True)
@@ -215,7 +215,7 @@ def check_target(tolerance: float | None, accuracy: str | None, metric: Metric) 
 
 
 def _most(metric: Metric) -> float:
-    """Return the limit of `tolerance`, itself not allowed: 1, or infinity for a user's function, whose errors may have any size."""
+    """Return the limit below which `tolerance` must stay: 1, or infinity for a user's function, whose errors may have any size."""
     return math.inf if isinstance(metric, Judged) else 1
 
 

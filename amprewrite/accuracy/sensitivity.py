@@ -90,7 +90,7 @@ def sensitivity(
     """Rank the nodes of `model` by the output error that each causes alone if it runs in `dtype`, on the first 8 batches at most.
 
     `batches` and `forward` are the same as for `amprewrite.calibrate`. `metric="logprob"` ranks by the divergence of the next token's
-    probabilities, in nats. None ranks by the relative L2 error of all outputs. A function does, too: it cannot estimate single roundings.
+    probabilities, in nats. None ranks by the relative L2 error of all outputs. So does a function, since it cannot rate single roundings.
 
     Raises CalibrationError if batches do not fit the model, or if no floating output depends on its inputs or weights. Raises
     PolicyError for an unknown dtype or metric.

@@ -95,7 +95,7 @@ class Rewritten(RewrittenBase):
         """Store each weight in the format in which the captured graphs read it. For inference only.
 
         If arguments are given, the model is first called with these arguments. If all graphs captured so far read a weight in the low
-        format, only its low values are kept. If graphs read it in both formats, both are kept. All other weights stay fp32. Results stay
+        format, only its low values are kept. If graphs read it in both formats, both are kept. Other weights keep their dtype. Results stay
         bitwise the same. The weights take about half the memory, and calls cast no weights. Afterwards parameters take no gradients, and
         their `dtype` is still fp32; `state_dict()` holds the stored values. If the rewrite was not in place, memory is freed only when the
         original model is deleted: it keeps its fp32 weights, and the frozen model has its own copies of all weights.

@@ -79,7 +79,7 @@ def rewrite(
             matrix products read bf16 and return fp32.
         plan: a plan, edited or not, to follow instead of deciding. A plan that does not fit the captured graphs raises PlanError.
         calibration: the result of `amprewrite.calibrate`, or batches to calibrate with. In fp16, values that would overflow or be
-            flushed to zero then stay fp32, and the plan shows their ranges. With `products=`, graphs without gradients get constant
+            flushed to zero then stay fp32, and the plan gives the figures. With `products=`, graphs without gradients get constant
             scales for fp8 copies. Batches run in the model's current mode (train or eval).
         tolerance: largest error of the outputs that is allowed, such as 1e-3: the relative L2 error, or the error that `metric` defines.
             The cheapest plan found within this error is taken.

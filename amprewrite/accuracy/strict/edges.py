@@ -27,7 +27,7 @@ Edges = dict[tuple[str, str], float]
 class EdgeProbe:
     """Runs graphs in fp32. During backward, adds to `edges` the squared output error of rounding each value for each of its readers.
 
-    The caller runs backward to `leaves`, the leaf tensors made of graph inputs. It sets `weight`, a factor on the squared errors, before.
+    The caller sets `weight`, a factor on the squared errors, and then runs backward to `leaves`, the leaf tensors made of graph inputs.
     """
 
     def __init__(self, low: Format) -> None:

@@ -49,7 +49,7 @@ class Captured:
     parts: dict[torch.fx.Node, Captured] = field(default_factory=dict)
     """The captured body graph of each activation checkpoint, by the node that runs the checkpoint."""
     handed_on: dict[str, OpNode] = field(default_factory=dict)
-    """{name of a checkpoint's result that is returned low: its op-graph node before that}. Restored if a later plan returns it in fp32."""
+    """{name of a checkpoint's result that is returned low: its original op-graph node, restored if a later plan returns it in fp32}."""
     given: dict[str, str] = field(default_factory=dict)
     """For a body graph (of a checkpoint, loop or condition): {name of its input: name of the outer value passed to it; "" if none}."""
     factors: Mapping[str, float] = field(default_factory=dict)
