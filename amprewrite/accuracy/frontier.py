@@ -56,7 +56,7 @@ class TriedPlan:
     error: float
     """Error of the outputs over all batches, in the unit of the metric. Measured in fp32, with every rounding of the plan emulated."""
     seconds: float
-    """Modelled time of ops and casts in one pass, in seconds. Use it to compare plans; it does not predict a measured run time."""
+    """Modelled time of ops and casts in one pass, in seconds, without checkpoint bodies. It compares plans and predicts no run time."""
     activation_casts: int
     """Number of casts of activations (all casts except those of weights)."""
     low_ops: int

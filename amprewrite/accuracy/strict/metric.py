@@ -97,7 +97,7 @@ class LogProb(Metric):
 
 @dataclass(frozen=True)
 class Judged(Metric):
-    """The error that a user's function of (fp32 output, output) returns. Raises PolicyError if the result is negative or no number."""
+    """The error that a user's function of (fp32 output, output) returns; inf for NaN. Raises PolicyError if it is negative or no number."""
 
     unit: str = "by the function given"
     function: Function = lambda exact, got: math.nan

@@ -121,7 +121,7 @@ def export_onnx(
 
     torch.onnx.export exports the plain fp32 clone, and the passes rewrite the file. The dtype, lists and overrides given to `rewrite`
     apply. `node:` overrides and plans given to `rewrite` name nodes of the PyTorch graph; these are matched with nodes of the file by
-    module and op. The file has no loss scaling and no padding.
+    module and op. The override "wide" means fp32 here. The file has no loss scaling and no padding.
 
     Args:
         args: positional example inputs. Without `calibration`, they are also the sample that gives ranges and errors.
