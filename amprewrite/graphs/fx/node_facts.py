@@ -32,7 +32,7 @@ GRAD_SWITCHES = (*SET_GRAD, ENTER_INFERENCE, EXIT_INFERENCE)
 """Ops that change the grad mode. Ops before and after them share no cast: a cast made in inference mode cannot be saved for backward."""
 CONVERSIONS = ops_with(Trait.CONVERTS)
 BODIES = {"tag_activation_checkpoint"}
-"""Names of the higher-order ops that run an activation checkpoint. Body graphs of other higher-order ops never return low results."""
+"""Names of the higher-order ops that run an activation checkpoint. Only the body graph of a checkpoint may return low results."""
 TAKES_SHAPE_ONLY, LIKE_SECOND = ops_with(Trait.TAKES_SHAPE_ONLY), ops_with(Trait.LIKE_SECOND)
 ABSOLUTE = {"float"}
 """Conversions whose name spells out the dtype: `x.float()`."""
@@ -46,7 +46,7 @@ READ_BACK an op whose result is returned and read by the op's own backward.
 """
 RETURNED, SHARED, READ_BACK = "returned", "shared", "read back"
 MEMORY = "amprewrite_memory"
-"""Key in a node's meta: the storages of its result in eager PyTorch. It is set only if the storages of its example value may differ."""
+"""Key in a node's meta: the storages of its result in eager PyTorch. It is set only if the example value may be in other storages."""
 FRESH = itertools.count(-1, -1)
 """New storage ids for `MEMORY` (-1, -2, ...), for memory that no example value has."""
 HELD = "amprewrite_held"
@@ -215,7 +215,7 @@ def read_fact(node: torch.fx.Node, position: int) -> Fact:
 
 
 def _form_of(row: Op | None, node: torch.fx.Node) -> Op | None:
-    """Return `row`, the op table's row for the call `node`. If its arguments make the call compute another op, return the row of that op.
+    """Return the op-table row for the call `node`: `row`, or another op's row if the arguments of the call make it compute this other op.
 
     For example, `interpolate` with mode="area" is an average pooling.
     """
@@ -270,7 +270,7 @@ class InputSource:
 
 
 def kept_meta(meta: dict[str, Any]) -> dict[str, Any]:
-    """Return a node's metadata `meta` for a copy of the node, without Dynamo's reference that would keep the graph input alive."""
+    """Return a node's metadata `meta` for a copy of the node. An `InputSource` replaces Dynamo's reference to the graph input."""
     found = meta.get("grapharg")
     return dict(meta) if found is None else {**meta, "grapharg": InputSource(getattr(found, "source", None))}
 
@@ -425,7 +425,7 @@ def _written_by_bodies(node: torch.fx.Node, write: Callable[[torch.fx.Node], Ite
 
 
 PULL_BACK = torch._functorch.eager_transforms._autograd_grad
-"""The function with which a pullback, the function that torch.func.vjp returns, takes gradients. It may run outside of all transforms."""
+"""Function that computes the gradients if a model calls the function that torch.func.vjp returns, maybe outside of all transforms."""
 
 
 def takes_gradients(graph: torch.fx.Graph) -> bool:

@@ -38,7 +38,7 @@ from amprewrite.tables.ops.op_lists import Trait, op_name, ops_with
 
 KEY, VALUE, GROUPED = (1, "key"), (2, "value"), "enable_gqa"
 WIDEST = 256
-"""Largest head size of flash attention (ATen/native/transformers/cuda/sdp_utils.cpp). Other kernels would repeat the heads themselves."""
+"""Largest head size of flash attention (cuda/sdp_utils.cpp). Other kernels gain nothing: they repeat the original heads themselves."""
 _CROSSINGS = (cast_in, scale_gradient, unscale_gradient)
 _FULL = slice(None)
 
@@ -52,7 +52,7 @@ class Way:
     spread: torch.fx.Node
     """The `expand` that repeats each head."""
     between: tuple[torch.fx.Node, ...]
-    """Conversions, and ops that scale gradients, that run after `lined` and before `spread`. The last one comes first."""
+    """Conversions, and ops that apply the loss scale to gradients, between `lined` and `spread`. The last one comes first."""
     lined: torch.fx.Node
     """The first op, `unsqueeze` or `getitem`, which returns the heads with one more dim."""
 

@@ -40,7 +40,7 @@ class FarNumbers(MaskRules[torch.fx.Node]):
     def __init__(self, low: Format) -> None:
         super().__init__(low)
         self.sides: dict[torch.fx.Node, frozenset[int]] = {}
-        """{value: signs of the constants in it that are beyond the low format's range: ABOVE (zero), BELOW, or both}."""
+        """{value: signs of its constants beyond the low format's range: ABOVE for positive ones, BELOW for negative ones, or both}."""
         self.sizes: dict[torch.fx.Node, float] = {}
         """{value: upper bound of the magnitudes of its constants beyond the low format's range}."""
         self.computed_with: set[torch.fx.Node] = set()
@@ -49,8 +49,8 @@ class FarNumbers(MaskRules[torch.fx.Node]):
     def reads(self, value: torch.fx.Node) -> Iterator[Read[torch.fx.Node]]:
         """Yield a `Read` for each use of `value` as an operand. It says how the op treats numbers beyond the low format's range.
 
-        An in-place op gives two, one for each of its results: the value that it returns, and the tensor to which it writes. For an op that
-        the op table lacks, the `Read` has only defaults, to which no rule applies. The call of an activation checkpoint gives none.
+        An in-place op gives one `Read` for the value that it returns, and another for the tensor that it writes. An op that is missing in
+        the op table gives a `Read` without an op name, to which no rule applies. The call of an activation checkpoint gives no `Read`.
         """
         for user in value.users:
             row = _row(user)
@@ -88,10 +88,10 @@ class FarNumbers(MaskRules[torch.fx.Node]):
                 self.computed_with.add(node)
 
     def _written_down(self, fact: Fact) -> tuple[frozenset[int], float]:
-        """Return (signs, largest magnitude) of the far numbers (beyond the low format's range) that an op's constants put in its result.
+        """Return (signs, largest magnitude) of the numbers beyond the low format's range that an op's own constants put in its result.
 
-        The op fills a tensor with such a constant, adds it to an operand, or multiplies a mask by it. A sum or product gets both signs,
-        because the sign of its result is not known. Without such constants there are no signs, and the magnitude is 0.
+        The op writes such a constant to the result, adds it to an operand, or scales a mask by it. In the last two cases both signs are
+        returned, because the sign of the result is not known. Without such constants, the set of signs is empty and the magnitude 0.
         """
         far = [constant for constant in _constants(fact.node) if abs(constant) > self.low.max]
         size = max(map(abs, far), default=0.0)
@@ -120,9 +120,9 @@ class FarNumbers(MaskRules[torch.fx.Node]):
         """Return (high, reason, detail), to force the op to fp32, if a constant does not fit the low format; otherwise None.
 
         A constant argument does not fit if it becomes zero in an op for which zero matters, such as `div`, or if it exceeds the range and
-        cannot be clamped to ±max. A factor of `mul` does not fit if 64 (`_ORDINARY`) times the factor exceeds the range. Nor does a factor,
-        or 1 / a divisor, that is below the smallest normal number, where bits are lost. An operand does not fit if it holds constants
-        beyond the range and an op may compute with them, instead of using them as a mask.
+        cannot be clamped to ±max. A factor of `mul` does not fit if 64 (`_ORDINARY`) times the factor exceeds the range. A factor, or 1 / a
+        divisor, does not fit if it is below the smallest normal number, because the product loses bits there. An operand does not fit if
+        it holds constants beyond the range and an op may compute with them, instead of using them as a mask.
         """
         low = self.low
         for constant in _constants(fact.node):
@@ -143,8 +143,8 @@ class FarNumbers(MaskRules[torch.fx.Node]):
     def _becomes_end(self, fact: Fact, constant: float) -> bool:
         """True if the op may run low with its argument `constant` clamped to ±max, the end of the low format's range.
 
-        The argument must be a bound, as of `clamp`, whose clamping changes no result, or a number that blocks positions, as in a mask. It
-        must not be an integer, because no pass edits integers.
+        In an op with bounds, such as `clamp`, this holds if the clamped bounds change no result. In an op that fills a tensor, it holds if
+        the constant only blocks positions, as in a mask. It never holds for an integer, because no pass edits integers.
         """
         if type(constant) is int:
             return False
@@ -173,7 +173,7 @@ class FarNumbers(MaskRules[torch.fx.Node]):
         return means_mask(constant) or (constant < 0 and self.reaches_softmax(node))
 
     def _may_be_mask(self, node: torch.fx.Node) -> bool:
-        """True if attention adds the input or constant `node` to its scores, so that `node` may be a mask.
+        """True if `node`, an input, a buffer or a constant, is added to attention scores, so that it may be a mask.
 
         A mask must be clamped: fp32's lowest number would become -inf in a low format. The softmax of a row in which all positions are
         blocked, as for a padded query, would then be NaN, and so would every value computed from it.

@@ -6,15 +6,15 @@ The accuracy is lost for one of four reasons. The functions `pin_...` return a *
 2. The kernel rounds some elements twice, depending on their position.
 3. The backward leaves the gradients of *bare taps* unwritten. A bare tap is a weight of a convolution that is multiplied by padding alone,
    or a weight of a transposed convolution whose products are all cropped. For these weights oneDNN's bf16 kernels for strided convolutions
-   return uninitialised memory, at times NaN, also under torch.autocast. This was measured with torch 2.13: in one and two dims with kernel
-   sizes 1, 2, 3 and 5, strides up to 4, paddings and dilations up to 2, and inputs of up to 4 elements a dim; in three dims, and for
-   transposed convolutions in one and two dims, with all of these up to 3. The only other padded convolutions with wrong gradients have
-   three dims and a kernel wider than the input. A convolution with bare taps runs low with a separate op for its padding, giving right
-   gradients. A transposed convolution with bare taps stays fp32. Transposed convolutions in three dims were not measured.
-4. Each time step of a recurrent layer reads the weights, and autograd adds up their low gradients. Such a layer runs low, in parts of STEPS
-   steps (`graphs/fx/run/recurrent_layers.py`). oneDNN has a kernel for all steps of a bf16 LSTM, which adds up in fp32.
+   return uninitialised memory, at times NaN. torch.autocast has the same error. Measured with torch 2.13: one and two dims (kernel
+   sizes 1, 2, 3 and 5, strides up to 4, paddings and dilations up to 2, inputs of up to 4 elements a dim), three dims (each number up to
+   3), and transposed convolutions in one and two dims (each number up to 3). Apart from bare taps, gradients of padded convolutions were
+   wrong only in three dims with a kernel wider than the input. A convolution with bare taps runs low with a separate op for its padding,
+   and then gets right gradients. A transposed convolution with bare taps stays fp32. In three dims it was not measured.
+4. Each time step of a recurrent layer reads the weights, and autograd adds up the gradients of all steps in the low format. So the layer runs
+   in parts of STEPS steps (`graphs/fx/run/recurrent_layers.py`). oneDNN's kernel for all steps of a bf16 LSTM adds up in fp32 instead.
 
-This file has special code for `getitem`, which may take its indices from tensors.
+This file has special code for `getitem`, because its backward adds up gradients only if an index is a tensor.
 
 `read_by_many` finds values with so many readers that adding up their gradients in a low format would lose accuracy.
 """
@@ -82,7 +82,7 @@ def _runs_by_steps(node: torch.fx.Node, low: Format, learning: Set[torch.fx.Node
 
 
 def _may_be_unset(node: torch.fx.Node, low: Format) -> bool:
-    """True if the low backward of the op leaves gradients uninitialised on its device at some sizes."""
+    """True if, by the op table, the low backward of the op leaves gradients uninitialised on its device for some sizes of operands."""
     row = find_op(op_name(node.target)) if node.op == "call_function" else None
     return row is not None and bool(row.unset) and f"{device_of(example_value(node))}:{low.name}" in row.unset
 
@@ -146,9 +146,9 @@ def pin_summing(fact: Fact, lists: OpLists, trained: Set[torch.fx.Node], learnin
     """Return a pin that forces an op to fp32 if its backward adds up a gradient that torch.autocast adds up in fp32; otherwise None.
 
     If the op ran low, this gradient would be added up in the low format: by its backward kernel, as in `embedding`, or by autograd, because
-    the op reads one value more than MOST_READERS times. `learning` are all values that get gradients. `trained` are the values among them
-    that are fp32 under torch.autocast, so that it adds up their gradients in fp32. If the kernel adds up and torch.autocast runs the op in
-    fp32, all `learning` values count as `trained`. The pin applies under all op lists, but not to an op with a user's override.
+    the op reads one value more than MOST_READERS times. `learning` are all values that get gradients, `trained` the ones that are fp32
+    under torch.autocast. The gradient must belong to a `trained` value, or to any `learning` value if torch.autocast runs the op itself in
+    fp32 and its kernel adds up. Unlisted or denied ops, ops that the op table allows, and ops with a user's override get no pin.
     """
     if fact.row is None or fact.role != "op" or fact.kind in (None, OpKind.DENY) or fact.row.kind is OpKind.ALLOW or fact.op in lists.asked:
         return None
@@ -182,8 +182,8 @@ def _takes_places(node: torch.fx.Node) -> bool:
 def pin_uneven(fact: Fact, kind: OpKind | None, lists: OpLists) -> Pin | None:
     """Return a pin that forces an op to fp32 if its low kernel rounds some elements twice and all others once; otherwise None.
 
-    With such a kernel, the result for a row depends on the row's place in the batch. Also return None if the user has an override for the
-    op, if `lists` do not choose formats by cost, or if `kind`, the op's kind in `lists`, is ALLOW, DENY or None (unlisted).
+    With such a kernel, the result for a row depends on the row's place in the batch. Only the default planner (rule "cost" in `lists`)
+    pins such ops, unless the user has an override for the op, or its `kind` in `lists` is ALLOW, DENY or None (unlisted).
     """
     if lists.rule != "cost" or kind not in (OpKind.INFER, OpKind.CLEAR, OpKind.INTERNAL) or fact.op in lists.asked:
         return None
@@ -194,7 +194,7 @@ def pin_uneven(fact: Fact, kind: OpKind | None, lists: OpLists) -> Pin | None:
 
 _STOP, _WINDOWS = ops_with(Trait.STOPS_GRADIENT), ops_with(Trait.READS_WINDOWS)
 _POOLED = {f"{kind}_pool{dims}d": dims for kind in ("avg", "max") for dims in (1, 2, 3)}
-"""{pool with an argument `kernel_size`: number of dims of its windows}. For other ops, each result element counts as one read element."""
+"""{pooling op with an argument `kernel_size`: number of dims of its windows}, for `_windows_over`."""
 MOST_READERS = 8
 """Largest number of gradients of one value that may be added up in a low format.
 
@@ -223,9 +223,9 @@ def trained_values(nodes: Mapping[str, torch.fx.Node]) -> frozenset[str]:
 def read_by_many(graph: OpGraph, nodes: Mapping[str, torch.fx.Node], trained: Set[str]) -> tuple[str, ...]:
     """Return the names of fp32 values that get gradients from more than MOST_READERS readers. `trained`: names of values with gradients.
 
-    An example is the result of an encoder, which every layer of a decoder reads. torch.autocast casts such a value for every reader and
-    adds up the gradients of the copies in fp32. Another is the weight of a cell that a loop calls in each time step: torch.autocast keeps
-    one copy of it, and adds up the gradients of all steps in the low format.
+    One example is the result of an encoder, which every layer of a decoder reads: torch.autocast casts it anew for every reader, and adds
+    up the gradients of these copies in fp32. Another example is the weight of a cell that a loop calls in each time step: torch.autocast
+    makes only one copy of it, and so adds up the gradients of all steps in the low format.
     """
     names = {node: name for name, node in nodes.items()}
     found = list[str]()

@@ -1,7 +1,7 @@
 """Read the summands of ops such as `add` and `lerp`, each with its factor: `add(x, y, alpha=0.1)` has the summands x (1.0) and y (0.1).
 
-By these factors the pass `repaint-small-steps` finds samplers and solvers, which take small steps: many times, they add a small multiple
-of `f(x)` to x. A factor is a number or a tensor of one of three kinds. Dims of size 1 do not count below.
+The pass `repaint-small-steps` finds samplers and solvers by these factors. They take many small steps: each step adds a small multiple of
+`f(x)` to x. A factor is a number or a tensor of one of three kinds. For the number of its dims, dims of size 1 do not count.
 
 1. A schedule holds step sizes, such as `sigmas[i + 1] - sigmas[i]` or `alphas[t].sqrt()`. It has at most one dim, and fewer dims than the
    result of the op that uses it. It is computed from buffers, inputs and constants, without matrix products. A value computed from random

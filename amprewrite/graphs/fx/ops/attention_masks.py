@@ -23,7 +23,7 @@ from amprewrite.tables.vocabulary import Edit
 from amprewrite.torch_internals.dispatch import disable_dispatch_modes, is_plain
 
 PURE = ops_with(Trait.MAKES_MASK) | {saturate.__name__}
-"""Names of the ops that build masks, and of the clamp that the pass `insert-casts` puts before the low copy of a mask."""
+"""Names of the ops that `sources_of` accepts: they build a mask, or clamp it before its low copy, where `insert-casts` puts a clamp."""
 MOST_ELEMENTS = 1 << 27
 """Largest number of elements of a mask whose values are read. The check takes three bytes of memory for each element."""
 _BLOCKED = -6e4
@@ -70,10 +70,10 @@ MASK, CAUSAL = (3, "attn_mask"), (5, "is_causal")
 def read_masks(graph: torch.fx.Graph, around: Mapping[torch.fx.Node, torch.fx.Node]) -> dict[torch.fx.Node, Edit]:
     """Return, for each attention call of `graph` that may run without its mask, the edit that makes this possible.
 
-    A mask that depends on fixed sizes alone is dropped if it is causal or allows all positions. If `graph` itself computes a mask from
-    symbolic sizes alone, the rewritten graph tests the mask once for each new set of sizes. For any other boolean mask on a CPU, the graph
-    tests the mask in each call. Other calls get no edit. In the body graph of a checkpoint, `around` maps each input to its value in the
-    outer graph; otherwise it is {}.
+    A mask that depends on fixed sizes alone is dropped if it is causal or allows all positions. A mask that `graph` computes from symbolic
+    sizes is tested by the rewritten graph, once for each new set of sizes. Any other boolean mask on a CPU is tested in each call, unless
+    it is written in place. Calls with other masks get no edit. If `graph` is the body graph of a checkpoint, `around` maps each input of
+    `graph` to the value that the outer graph passes. Otherwise `around` is {}.
     """
     found: dict[torch.fx.Node, Edit] = {}
     for mask, calls in mask_readers(graph).items():

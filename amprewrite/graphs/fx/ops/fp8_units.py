@@ -1,8 +1,8 @@
-"""Make fp8 copies and multiply them by the kernels of a GPU with fp8 units, with a fallback for each kernel that fails.
+"""Run the kernels of a GPU with fp8 units, which make and multiply fp8 copies, and a fallback in place of a kernel that fails.
 
 The first launch of a kernel may fail, because Triton compiles the kernel at this launch and cuBLAS searches for an algorithm. The first
-failure raises a warning, and the kernel is not tried again. As the fallback, PyTorch makes the copies in more passes, and bf16 units
-multiply the same copies: bf16 represents every number of both fp8 formats, and sums stay in fp32, so only the order of summation differs.
+failure raises a warning, and the kernel is not tried again. Instead, PyTorch's own ops make the copies, or bf16 units multiply the fp8
+copies: bf16 represents every number of both fp8 formats, and sums stay in fp32, so only the order of summation differs.
 
 A compiled graph cannot catch an error. So a product in a compiled graph is a custom op, which catches the error at run time. An exported
 program contains `torch._scaled_mm`, because it runs without this package.
@@ -166,10 +166,10 @@ def makes_copies(device: torch.device) -> bool:
 def runnable(products: ProductPolicy, kind: str, note: Callable[[str], None]) -> ProductPolicy | None:
     """Return the fp8 policy `products`, limited to what a device of `kind` (such as "cuda") can run; None if an fp8 GEMM fails in a trial.
 
-    A second trial runs our Triton kernel that makes fp8 copies. If this kernel fails, the returned policy counts the cost of torch's slower
-    copies instead. With `products.fused` a compiler makes the copies, so this kernel is not tried. `note` is called with the reason for
-    each limit. Without fp8 units, or while a CUDA graph is recorded (no result can be read then), nothing is tried, and `products` is
-    returned unchanged.
+    A second trial runs our Triton kernels that make fp8 copies. If they fail, plans under the returned policy count the price of copies by
+    PyTorch's slower ops. There is no second trial if `products.fused`, because a compiler makes the copies. `note` is called with the
+    reason for each limit. There is no trial at all, and `products` is returned unchanged, if the device has no fp8 units, or while a CUDA
+    graph is recorded, when no result can be read.
     """
     device = torch.device(kind)
     if not multiplies_fp8(device) or recording(device):

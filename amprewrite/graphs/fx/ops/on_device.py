@@ -46,7 +46,7 @@ def recording(device: torch.device) -> bool:
 class Recorded:
     """Updates the tensors in the attributes `names` of a loss scale (`owner`) in place, because recorded CUDA graphs need fixed addresses.
 
-    `mailbox`, a 0-dim fp32 tensor, holds the overflow flag of a step until `apply_pending` updates these tensors by it; otherwise -1.
+    `mailbox`, a 0-dim fp32 tensor, holds the overflow flag of a step until `apply_pending` uses the flag. Without a flag it holds -1.
     """
 
     def __init__(self, owner: Any, names: tuple[str, ...], mailbox: Tensor) -> None:

@@ -109,8 +109,8 @@ def pad_cast(w: Tensor, dtype: torch.dtype, layout: Layout, inverse: Tensor | No
 def linked_copy(w: Tensor, dtype: torch.dtype, layout: Layout, copy: Tensor, inverse: Tensor | None = None) -> Tensor:
     """Return `copy`, which is `pad_cast(w, dtype, layout)`, with a new autograd node that sends the gradient to `w`.
 
-    If this function is called several times for one `copy`, autograd adds up the gradients of the results in the dtype of `w`. Each result
-    shares the memory of `copy`. But a tensor subclass, or any `w` in forward-mode AD, is cast anew. `inverse` multiplies the gradient.
+    The result shares the memory of `copy`. In forward-mode AD, or if `w` is a tensor subclass, `w` is cast anew instead. If one `copy` is
+    linked several times, autograd adds up the gradients of these results in the dtype of `w`. `inverse` multiplies the gradient.
     """
     return pad_cast(w, dtype, layout, inverse, copy.detach() if is_plain(w) and not in_forward_mode() else None)
 

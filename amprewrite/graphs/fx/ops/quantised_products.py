@@ -4,15 +4,15 @@
     w8 = quantise(w, "w", recipe, gemms)
     y = quantised_product(None, None, bias, x8, w8, recipe, gemms)
 
-The two None stand for the unquantised x and w, which are passed only if a GEMM of the product reads them (`gemms` names the GEMMs in fp8).
-The product saves the fp8 copies, and the unquantised operands that it gets, for its backward. The copies of a value are detached from
-autograd. So `quantise` adds a *link* to them: a tensor with the shape of the value, but without memory for the elements. In the backward
-the link receives the gradient of the value and passes it on. So the value gets its gradient without being kept in memory.
+The two None are the places of the unquantised x and w. These are passed only if a GEMM of the product that does not run in fp8 reads them
+(`gemms` names the GEMMs in fp8). The product saves the fp8 copies, and the unquantised operands that it gets, for its backward. The copies
+are detached from autograd. So `quantise` adds a *link* to them: a tensor with the shape of the value, but without memory for the elements.
+In the backward the link receives the gradient and passes it on to the value. So the value gets its gradient without being kept in memory.
 
 A scale is the number by which a tensor, or each row, was multiplied so that its largest element becomes the largest number of the format.
 The graph computes the scale from the value and frees both together, so there is no state, and nothing to save in a checkpoint. Elements
-that are not finite do not count for the scale. They become NaN, and so do sums over them, as in bf16; other rows stay right. If the device
-cannot multiply fp8, the product of the quantised values is computed in fp32 and rounded once.
+that are not finite do not count for the scale. They become NaN, and only those sums that contain them become NaN. If the device cannot
+multiply fp8, the product of the quantised values is computed in fp32, then rounded to the dtype of the result.
 
 Under `create_graph=True` the backward can be differentiated. The gradients have the same values as without this option. Their derivatives
 are the derivatives of a product in the operands' own format, not in fp8.
@@ -120,10 +120,10 @@ def round_scaled(scaled: Tensor, fmt: Format) -> Tensor:
 
 
 def quantise_matrix(matrix: Tensor, fmt: Format, scale: Tensor, straight: bool, turned: bool) -> tuple[Tensor, Tensor]:
-    """Return (`matrix * scale` in `fmt`, the transpose of this copy). A copy that is not wanted may be empty.
+    """Return (`matrix * scale` in `fmt`, its transpose). `scale` is 0-dim, a column or a row.
 
-    `straight` and `turned` tell whether the first and the second (transposed) copy are wanted. `scale` is 0-dim, a column or a row. On a
-    GPU with fp8 units the second copy is not a view of the first: GEMMs read rows only, and the first copy may be freed earlier.
+    `straight` tells whether the caller needs the first result, `turned` whether it needs the transpose. A result that it does not need may
+    be empty. On a GPU with fp8 units the transpose has its own memory: GEMMs read along rows, and the first result may be freed earlier.
     """
     found: tuple[Tensor, Tensor] | None = by_kernel(matrix, lambda kernels: kernels.cast_both(matrix, scale, fmt.dtype, straight, turned))
     if found is not None:
@@ -187,10 +187,10 @@ def copies(
 ) -> tuple[Scaled | None, Scaled | None]:
     """Return (untransposed, transposed) fp8 copies of an operand or a gradient, each None if no GEMM named in `gemms` reads it.
 
-    `role` is x or w for an operand, and g for a gradient. `matrix` is the operand, or its transpose if `transposed`. The recipe gives a
-    copy one scale for the whole tensor, or one scale for each row. If both copies have one scale for the tensor, it is the same number. If
-    only one copy has scales for its rows, the scale of the other copy is the smallest of these. But if `largest` is given, a scale for the
-    whole tensor is computed from `largest`, and larger magnitudes saturate.
+    `role` is x or w for an operand, and g for a gradient. `matrix` is the operand, or its transpose if `transposed`. The recipe decides
+    whether a copy has one scale for each row or one for the whole tensor. If `largest` is given, a scale for the whole tensor is computed
+    from `largest`, and larger magnitudes saturate. Otherwise it is the smallest of the row scales if the other copy has row scales, and is
+    computed from `matrix` if no copy has them.
     """
     fmt, layout = recipe.format(role), dict(zip(WAYS, reversed(WAYS) if transposed else WAYS, strict=True))
     scalings = {layout[way]: recipe.scaling(role, way) for gemm in gemms for each, way in READS[gemm] if each == role}

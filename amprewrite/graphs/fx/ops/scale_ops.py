@@ -9,18 +9,18 @@ crosses the border of the region keeps its value (or is cast), and its gradient 
 
 Derivatives of any order stay right because two functions cross the border, and each is the backward of the other:
 
-    _Cross   the value itself (cast), or times an earlier factor    backward: _Times
-    _Times   the value times the factor                             backward: _Cross
+    _Cross   the value itself (cast); as the backward of _Times: the value times `then / factor` (below)    backward: _Times
+    _Times   the value times the factor                                                                    backward: _Cross
 
 A backward is linear in the gradients that enter it. So each backward may have its own factor: gradients are multiplied by the factor on
 entry, and divided by the factor on exit. Gradients from which a loss is computed (forces, gradient penalties) are computed with the factor
-1, and the gradients of this loss with the loss scale.
-`runtime/training/forward_scale.py` chooses the factor, and writes it into its tensor when the backward enters the region.
+1, and the gradients of this loss with the loss scale. `runtime/training/forward_scale.py` chooses the factor when the backward enters the
+region, and writes it into the tensor `factor`.
 
 A second backward differentiates the gradients of the first, so its gradients cross the border in the other direction: they leave the region
-where the first gradients entered. So the derivative of `_Times` is `then / factor`. `then` is the factor of the first backward, by which
-`_Times` multiplied. The division by `factor`, the factor of the second backward, is for the crossing. Without this division the result is
-silently wrong: second-order terms underflow in fp16 (a relative error of 0.98 in a gradient penalty).
+where the first gradients entered. So the backward of `_Times` multiplies by `then / factor`: by `then`, the factor of the first backward,
+because `_Times` multiplied by it, and by 1 / `factor`, because the second gradients, scaled by `factor`, leave the region. Without the
+division the result is silently wrong: second-order terms underflow in fp16 (a relative error of 0.98 in a gradient penalty).
 
 A graph has one factor, but its values may be on several devices. So the factor is copied to the device of the gradient that it multiplies.
 
@@ -142,9 +142,9 @@ def _unbatched(gradient: Tensor) -> tuple[Tensor, list[int]]:
 
 
 def tell_of_entries(factor: Tensor, enters: Callable[[], None]) -> None:
-    """Register the bound method `enters`: it is called when a later backward differentiates gradients that were multiplied by `factor`.
+    """Register the bound method `enters`, which chooses the factor of a backward that differentiates gradients multiplied by `factor`.
 
-    `factor` holds a weak reference to the method, so it does not keep the method's object alive.
+    Such a backward calls it first. `factor` holds a weak reference to the method, so it does not keep the method's object alive.
     """
     factor.amprewrite_enters = weakref.WeakMethod(enters)  # type: ignore[attr-defined]
 
@@ -152,7 +152,7 @@ def tell_of_entries(factor: Tensor, enters: Callable[[], None]) -> None:
 def _held_enters(factor: Tensor) -> Callable[[], None] | None:
     """Return the method that `tell_of_entries` registered for `factor`; None if there is none, or if the method's object is gone.
 
-    The caller, an autograd node, stores the method, which keeps this object alive. From then on, `is_held(factor)` is True.
+    The caller, an autograd node, stores the method, and so keeps the method's object alive. From then on, `is_held(factor)` is True.
     """
     found: weakref.WeakMethod[Callable[[], None]] | None = getattr(factor, "amprewrite_enters", None)
     if found is None:

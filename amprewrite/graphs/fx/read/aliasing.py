@@ -61,9 +61,9 @@ class Ties:
     group: dict[torch.fx.Node, torch.fx.Node]
     """Representative of the group of each node."""
     writes_state: set[torch.fx.Node]
-    """Representatives of the groups that must be fp32, because of a write to their memory.
+    """Representatives of the groups that must be fp32, because their memory is written in one of three ways.
 
-    The write goes to an input, parameter or buffer, or to a complex or integer view, or a body graph makes it.
+    The memory belongs to an input, parameter or buffer, a complex or integer view of it is written, or a body graph writes it.
     """
     size: Counter[torch.fx.Node]
     """Number of nodes in a group, by its representative."""
@@ -185,9 +185,9 @@ def real_value(node: torch.fx.Node, operand: Callable[[torch.fx.Node], Any] = ex
 
 
 def idle_where_alike(facts: dict[torch.fx.Node, Fact], low: str) -> Iterator[torch.fx.Node]:
-    """Yield the conversions between fp32 and `low` that may return their operand itself if the plan makes both dtypes equal.
+    """Yield the conversions between fp32 and `low` that may return their operand itself if the plan gives the operand the target dtype.
 
-    Then no copy is needed: the graph neither writes nor returns the result, does not write the operand later, and both have equal strides.
+    Such a conversion needs no copy: the graph does not write or return its result, nor later write its operand, and the strides are equal.
     """
     last_write: dict[int, int] = {}
     for fact in facts.values():
@@ -216,7 +216,7 @@ def _runs_as_python(node: torch.fx.Node) -> bool:
 
 
 def _memory(fact: Fact) -> set[int]:
-    """Return the storages of a node's result; set() if only a conversion that `leaving.py` inserted after the node reads the result."""
+    """Return the storages of a node's result; set() if `leaving.py` inserted a conversion that other ops read in place of the result."""
     return set() if any(user.meta.get(LEAVES) == RETURNED for user in fact.node.users) else _lies_in(fact)
 
 
@@ -244,8 +244,8 @@ def _moves(facts: dict[torch.fx.Node, Fact]) -> dict[int, list[int]]:
 
     In `scores = q @ k; scores += bias` the product may then run low and the sum in fp32: the product is cast to fp32, and the sum writes to
     this copy. Three kinds of writes are left out. A write to an input or a weight of the model must change this tensor itself. If the grad
-    mode has changed since the tensor was made, a copy would have another autograd history. A write to a tensor with hooks keeps the hooks,
-    unless the tensor is a view, as the result of a linear op on 3 dims is. A copy may differ from the tensor in this.
+    mode has changed since the tensor was made, a copy would have another autograd history. If the tensor has hooks, the write keeps them
+    unless the tensor is a view, as the result of a linear op on 3 dims is. A cast copy is no view, so its hooks might differ.
     """
     switches = [fact.position for fact in facts.values() if fact.op in GRAD_SWITCHES]
     lies_in: dict[int, list[Fact]] = defaultdict(list)

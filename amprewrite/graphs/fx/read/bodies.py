@@ -42,12 +42,12 @@ def inner_graphs(module: torch.fx.GraphModule) -> Iterator[tuple[torch.fx.Node, 
 
 
 def kept_high(node: torch.fx.Node, name: str, scaled: bool) -> Reason | None:
-    """Return the reason why all ops of a body graph must stay fp32 in training (in fp16, or with a loss scale); None if they may run low.
+    """Return the reason why all ops of a body graph must stay fp32; None if they may run low. For training in fp16 or with a loss scale.
 
     `node` runs the body graph, which the attribute `name` holds. UNSCALED: the loss is scaled (`scaled`), but a hook or a nonlinear
     backward of the user gets gradients without the scale, and low ops would flush them to zero. UNSEEN: the body graph is the backward of
-    an autograd Function, and no sample run shows the range of its values. The forward of such a Function may run low, because autograd
-    does not differentiate it.
+    an autograd Function, and no sample run shows the range of its values. The forward of an autograd Function may always run low, because
+    no gradients pass through its ops.
     """
     if _of_function(node) and _is_forward(node, name):
         return None
@@ -137,11 +137,11 @@ def _hands_on_factor(node: torch.fx.Node, scaled: set[torch.fx.Node], zeros: set
 
 
 def leads_nowhere(node: torch.fx.Node, name: str, body: torch.fx.GraphModule) -> set[torch.fx.Node]:
-    """Return the ops of the body graph `body` that affect neither a result with a gradient nor the state for a loop's next iteration.
+    """Return the ops of the body graph `body` that have no effect on a result with a gradient, or on the state for a loop's next iteration.
 
     The ops should stay fp32, because autograd gives them gradients of zeros, and zero times an infinity is NaN. `node` runs `body`, which
-    the attribute `name` holds. In the forward of an autograd Function, saved values do not count as results. For the backward of such a
-    Function, return set().
+    the attribute `name` holds. For an autograd Function, saved values do not count as results of the forward. If `body` is its backward,
+    return set().
     """
     given = body.graph.find_nodes(op="output")[0].args[0]
     if _of_function(node) and isinstance(given, tuple | list):

@@ -1,6 +1,6 @@
 """Read the calls of an fx graph: arguments and shapes of every op as plain data, and the reasons why some ops must not be padded.
 
-This file has special code for `getitem`, which may pick one of several results, and for `batch_norm`, which has two orders of operands.
+This file has special code for `getitem`, which may pick one of several results, and for `batch_norm` (`_call` gives the reason).
 
 `read_matrix_products` finds the products of rows and a matrix, whose operands may be quantised to fp8: `linear`, `matmul`, `mm` and
 `addmm`. It leaves out products inside a torch.func transform, products of a tensor with itself, products with further factors such as

@@ -12,13 +12,13 @@ graph the conversion returns `x` itself. Every plan runs it in fp32, so in the e
    - Several results, or elements of one result, share memory.
    - A result shares memory with an input, or a body graph writes to the memory.
    - In graphs with gradients: the graph writes to the memory of a result or an input.
-   - In graphs with gradients: a result is the same tensor object as an operand (`contiguous` may return its operand), and the operand has
-     other readers or hooks, or one of the two is a result of a checkpoint, or only the result is made without gradients.
+   - In graphs with gradients: an op returns its operand itself (as `contiguous` may), the graph returns this result, and in addition the
+     operand has other readers or hooks, one of the two is a result of a checkpoint, or only the op runs without gradients.
    The views that lead from the maker to the results run in fp32, and so do all ops that may write to the memory. If the maker returns a
    view of a tensor inside the op, as `linear` with more than two dims does, a view follows the conversion, because autograd treats a view
    and a base differently after an in-place write. No view follows a result of a checkpoint whose body reads it (`_may_be_viewed` says why).
 2. *Values*, in graphs with gradients. If ops in the graph read a result, the idle conversion follows the result, unless rule 1 applies. If
-   a value has hooks, the conversion precedes them, so that they get its whole gradient in fp32, and belong to the tensor the caller gets.
+   a value has hooks, they are set after the conversion. So they get its whole gradient in fp32, and belong to the tensor the caller gets.
 3. *Second derivatives*, in graphs with gradients. If the backward of an op reads the op's result, as for `tanh`, a second backward gives
    the result a gradient. If the graph returns such a result, the op itself runs in fp32 and gets no idle conversion.
 
@@ -142,8 +142,8 @@ def _op_of(node: Node) -> tuple[Node, ...]:
 def _inside_transforms(graph: torch.fx.Graph) -> set[Node]:
     """Return the nodes whose values exist only inside a torch.func transform, such as vmap.
 
-    If an op outside of the transform reads a value, the value counts only if its tensor is still wrapped by a transform. In `jacrev`, for
-    example, another transform reads a wrapped tensor.
+    These are the nodes that only ops of the same transform read, and the nodes whose tensor is wrapped by a transform. In `jacrev`, another
+    transform reads a wrapped tensor.
     """
     regions = transform_regions(graph)
     wrapped = {node for node in regions if any(map(is_wrapped_by_transform, tensors(example_value(node))))}
@@ -190,11 +190,11 @@ def read_results(graph: torch.fx.Graph) -> Iterator[Node]:
 
 
 def _hooked_values(graph: torch.fx.Graph, memory: Memory, regions: Mapping[Node, Node]) -> Iterator[Node]:
-    """Yield the values on which hooks are set, and which must be cast to fp32 before the hooks.
+    """Yield the values with hooks that must be cast to fp32 before the hooks are set.
 
-    If the hooks came first, `retain_grad` on the cast would store a gradient without their effect. Values written in place are left out,
-    and so are values outside of torch.func transforms that the backward of their op reads. If an op such as dropout with p=0 returned its
-    operand itself, the operand is yielded.
+    If the cast came after the hooks, `retain_grad` on it would store a gradient without their effect. If the hooked tensor is an operand
+    that an op returned unchanged, as dropout with p=0 does, the operand is yielded. Left out are inputs, weights, values written in place,
+    values hooked in their own torch.func transform, and values outside of transforms that the backward of their own op reads.
     """
     for hook in graph.find_nodes(op="call_function", target=hooked):
         node = _before_hooks(hook)
@@ -314,7 +314,7 @@ class Memory:
         return parts[0] if len(parts) == 1 and isinstance(example_value(parts[0]), torch.Tensor) else None
 
     def chain(self, storage: int) -> set[Node]:
-        """Return the nodes after the maker with results in `storage` that precede the last write to it or lead to a result of the graph."""
+        """Return the nodes after the maker with results in `storage` that come before its last write, or lead to a result of the graph."""
         maker = self.maker(storage)
         made = -1 if maker is None else self.position[maker]
         holders = {node for node in self.holders[storage] if self.position[node] > made}

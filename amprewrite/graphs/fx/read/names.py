@@ -5,7 +5,7 @@ This file also reads, from the model's source, facts about calls that capture lo
 1. Capture turns both `x.to(torch.float32)` and `x.to(y.dtype)` into `to(float32)`.
 2. With `torch.amp.custom_fwd(cast_inputs=dtype)` the author of an autograd Function sets the dtype of its forward under mixed precision.
    Capture keeps only the stack frame in which PyTorch calls the forward.
-3. Capture loses `no_grad` inside code that it captures without gradients.
+3. If gradients are disabled already, capture does not record that the code enters `no_grad`.
 """
 
 from __future__ import annotations
@@ -198,7 +198,7 @@ def has_own_dtype(stack_trace: str | None) -> bool:
 
 @cache
 def _call_with_own_dtype() -> tuple[str, int]:
-    """Return (file, line) of the call in the wrapper of `custom_fwd` that runs a forward with `cast_inputs`: the last call in it."""
+    """Return (file, line) of the last call in the wrapper of `custom_fwd`. It calls the forward if `cast_inputs` is set and autocast off."""
     code = torch.amp.custom_fwd(print, device_type="cpu").__code__  # `print` can be any function: the wrapper's code is the same
     lines, first = inspect.getsourcelines(code)
     calls = [first + place for place, line in enumerate(lines) if "return fwd(" in line]
@@ -206,10 +206,10 @@ def _call_with_own_dtype() -> tuple[str, int]:
 
 
 def runs_without_grad(stack_trace: str | None, around: str | None) -> bool:
-    """True if the model's source runs an op under `no_grad` or a similar mode. Modes that were entered before an outer call do not count.
+    """True if, by the model's source, an op runs under `no_grad` or a similar mode that was entered after the outer call `around`.
 
-    `stack_trace` is the trace of the op. It begins with the frames of `around`, the trace of the outer call. Only the later frames are
-    checked. False if the source cannot be read.
+    `stack_trace` is the trace of the op. It begins with the frames of the trace `around`. Only the later frames are checked. False if the
+    source cannot be read.
     """
     outside = len(_FRAME.findall(around or ""))
     frames = [(frame["file"], int(frame["line"])) for frame in _FRAME.finditer(stack_trace or "")][outside:]
@@ -230,7 +230,7 @@ def _without_grad_at(file: str, line: int) -> bool:
 
 @cache
 def _calls_once_differentiable() -> frozenset[tuple[str, int]]:
-    """Return (file, line) for all lines of the wrapper of `once_differentiable`, which runs a backward without gradients."""
+    """Return (file, line) for all lines of the wrapper of `once_differentiable`. Ops below such a line in a trace run under `no_grad`."""
     code = torch.autograd.function.once_differentiable(print).__code__
     lines, first = inspect.getsourcelines(code)
     return frozenset((code.co_filename, first + place) for place in range(len(lines)))

@@ -1,7 +1,7 @@
 """Read magnitudes, offsets (large means) and scaling factors of the weights of a captured graph. No sample data is needed.
 
-`read_counts` finds the products that multiply counts, such as positions and lengths (`ir/evidence/counts.py`). It knows indices by the name
-of their argument. `x[i] = y` (`setitem`) has special code, because it passes i and y without names.
+`read_counts` finds the products that multiply counts, such as positions and lengths (`ir/evidence/counts.py`). It ignores indices, which it
+recognises by their parameter names. `x[i] = y` (`setitem`) has special code, because its parameters have no names.
 """
 
 from __future__ import annotations
@@ -163,8 +163,8 @@ def read_counts(captured: Captured, inputs: Sequence[Any], handed: Sequence[Coun
     """Mark the matrix products of a captured graph that must stay fp32, because a low format would round whole numbers that they multiply.
 
     Such numbers are positions, for example (`ir/evidence/counts.py`). A marked product has `counted` set in the op graph. Also set
-    `captured.counts`, the `Count` of every value. Nothing is set if the graph has no body graph, and no op with FLOPs such as a matrix
-    product. `inputs` are the real inputs. For a body graph, `handed` has the `Count` of each input (see `find_counts`).
+    `captured.counts`, the `Count` of every value. A graph without FLOPs (matrix products and the like) and without body graphs is left
+    unchanged. `inputs` are the real inputs. For a body graph, `handed` has the `Count` of each input (see `find_counts`).
     """
     graph = captured.module.graph
     if any(node.flops for node in captured.problem.graph) or any(map(is_opaque, graph.nodes)):
@@ -228,7 +228,7 @@ def _look(held: Mapping[torch.fx.Node, Any]) -> dict[torch.fx.Node, Count]:
 def _propagate(nodes: Any, known: Counts) -> dict[torch.fx.Node, Count]:
     """Return the `Count` of every value of a graph, from the `Count` of each input and constant (`known`).
 
-    A write in place may change the `Count` of a value. Then the largest `Count` at the time of a read is returned for this value.
+    Writes in place may change the `Count` of a value. Then the result has the largest `Count` that the value has when an op reads it.
     """
     found, seen = dict[torch.fx.Node, Count](), dict[torch.fx.Node, Count]()
     writes = {node: targets for node in nodes if (targets := written(node))}

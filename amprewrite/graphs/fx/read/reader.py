@@ -311,8 +311,8 @@ def _read_anything(fact: Fact) -> None:
 def _pin_source(fact: Fact) -> tuple[Colour, Reason, str] | None:
     """Return (high, reason, detail), which forces fp32, for an op that makes fp32 from other types, such as `x.to(y.dtype)` of integers.
 
-    Return None if the op reads fp32. Also return None for `x.to(y.dtype)` of booleans, and of low values that may be returned uncopied:
-    neither is rounded in the low format.
+    Return None if the op reads fp32. Also return None for `x.to(y.dtype)` if x is boolean, or if x is low and the op may return x itself:
+    the op may then run low, because the low format holds all numbers of x.
     """
     if fact.operands or (fact.may_be_idle and fact.relative):
         return None

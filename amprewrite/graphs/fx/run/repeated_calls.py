@@ -4,8 +4,8 @@ Calls are alike if they have the same op, the same plain arguments, and tensors 
 later call returns the fake tensor object of the first call. Its op does not run, which saves milliseconds for an op with symbolic sizes.
 In a real run the results of such calls have separate memory, so each node records its own memory (`MEMORY` in its meta).
 
-Unless the graph is padded, the rewrite changes only the dtype of a result: its sizes and strides are known from capture. So an op with
-symbolic sizes runs on plain ints (the sizes at capture), which is faster, and only its dtype is used. If its result is new memory, later
+Unless the graph is padded, the rewrite changes only dtypes. Sizes and strides of a result are known from capture, and the op runs only to
+find its dtype. So an op with symbolic sizes runs on plain ints (the sizes at capture), which is faster. If its result is new memory, later
 calls that differ only in sizes reuse this dtype and do not run.
 
 Some values are not reused, because they may change, or may differ between calls that are alike: values known at capture, values computed
@@ -159,7 +159,7 @@ class RepeatedCalls:
         self._sized = not padded and not self._off
         self._symbolic = self._sized and any(isinstance(example_value(node), torch.SymInt) for node in graph.nodes)
         self._shared = {node for node in graph.nodes if MEMORY in node.meta}
-        """Nodes whose value is the same object as the value of another node, and nodes that may share memory with them."""
+        """Nodes whose fake value does not show which memory the result has in a real run. Their meta records it (MEMORY)."""
 
     def give(self, node: torch.fx.Node, value_of: Callable[[torch.fx.Node], Any], run: Callable[[Any], Any]) -> Any:
         """Return the fake value of `node`: the value of an earlier call that is alike, if there is one, otherwise a newly computed value.

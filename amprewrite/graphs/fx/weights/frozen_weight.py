@@ -298,7 +298,7 @@ def stand_in_for_frozen(graph: torch.fx.Graph) -> None:
     """Replace the example value of each graph input that Dynamo captured as a frozen weight by a plain fp32 fake tensor.
 
     Passes can read this fake tensor. If gradients are enabled, it requires no gradient, because the weight is a constant. If they are
-    disabled, it has the `requires_grad` that the weight had before freezing, because products choose their kernel by this flag.
+    disabled, it has the weight's `requires_grad` from before freezing: no gradient follows then, but products choose a kernel by the flag.
     """
     for node in graph.find_nodes(op="placeholder"):
         value = node.meta.get("example_value")
