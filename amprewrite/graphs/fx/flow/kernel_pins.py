@@ -11,8 +11,8 @@ The accuracy is lost for one of four reasons. The functions `pin_...` return a *
    3), and transposed convolutions in one and two dims (each number up to 3). Apart from bare taps, gradients of padded convolutions were
    wrong only in three dims with a kernel wider than the input. A convolution with bare taps runs low with a separate op for its padding,
    and then gets right gradients. A transposed convolution with bare taps stays fp32. In three dims it was not measured.
-4. Each time step of a recurrent layer reads the weights, and autograd adds up the gradients of all steps in the low format. So the layer runs
-   in parts of STEPS steps (`graphs/fx/run/recurrent_layers.py`). oneDNN's kernel for all steps of a bf16 LSTM adds up in fp32 instead.
+4. Each time step of a recurrent layer reads the weights, and autograd adds up the gradients of all steps in the low format. So the layer
+   runs in parts of STEPS steps (`graphs/fx/run/recurrent_layers.py`). oneDNN's kernel for all steps of a bf16 LSTM adds up in fp32.
 
 This file has special code for `getitem`, because its backward adds up gradients only if an index is a tensor.
 
