@@ -198,7 +198,7 @@ def has_own_dtype(stack_trace: str | None) -> bool:
 
 @cache
 def _call_with_own_dtype() -> tuple[str, int]:
-    """Return (file, line) of the last call in the wrapper of `custom_fwd`. It runs a forward that has `cast_inputs`, outside of autocast."""
+    """Return (file, line) of the last call in the wrapper of `custom_fwd`. It runs a forward with `cast_inputs` outside of autocast."""
     code = torch.amp.custom_fwd(print, device_type="cpu").__code__  # `print` can be any function: the wrapper's code is the same
     lines, first = inspect.getsourcelines(code)
     calls = [first + place for place, line in enumerate(lines) if "return fwd(" in line]

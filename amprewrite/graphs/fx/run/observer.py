@@ -39,7 +39,7 @@ class Observer:
         self.gradients, self.weights, self.brief = gradients, weights, brief
         self.regions: dict[str, RegionRanges] = {}
         self.meshes: dict[Any, None] = {}
-        """Device meshes of the DTensors among the values. A rank observes only its part of a DTensor, so ranks of a mesh exchange ranges."""
+        """Device meshes of the DTensors among the values. Each rank observes only its part of a DTensor, so the ranks exchange ranges."""
         self._fingerprints: dict[int, tuple[Captured, str]] = {}
 
     def __call__(self, captured: Captured, inputs: tuple[Any, ...]) -> Any:
