@@ -40,7 +40,7 @@ class Quiet(logging.Filter):
 
 
 class Unlogged(set[Any]):
-    """A set for Dynamo with the functions whose calls are left out of graphs: `others`, and every method of any logging.Logger.
+    """The set of functions whose calls Dynamo leaves out of graphs: `others`, and every method of any logging.Logger.
 
     When Dynamo looks up a logger's method, `note` is called with a sentence that names the logger.
     """

@@ -38,7 +38,7 @@ class MaskRules(ABC, Generic[Value]):
 
     @abstractmethod
     def made_of(self, value: Value) -> tuple[str, Iterable[Value]] | None:
-        """Return (name of the op that makes `value`, its floating-point operands without constants); None if no op makes the value."""
+        """Return (name of the op that makes `value`, its floating-point operands except constants); None if no op makes the value."""
 
     def only_block(self, value: Value, sides: Iterable[int]) -> bool:
         """True if numbers beyond the low format's range in `value` are used only to block positions, as a mask does.
@@ -67,7 +67,7 @@ class MaskRules(ABC, Generic[Value]):
         """True if a cast of `value` to the low format should clamp numbers beyond its range to ±max, because they belong to a mask.
 
         `op` makes the value, and its `kind` tells whether it may run low. `far` is True if an argument of the op is a number beyond the
-        range, and `masks` if such a number only blocks positions. `beside` is True if an operand of the op already holds numbers of a mask.
+        range. `masks` is True if such a number is part of a mask. `beside` is True if an operand of the op may hold a mask already.
 
         Clamping is right in four cases: the op moves a mask, as `view` does; it fills a mask into a value that no matrix product reads; the
         value itself is a mask; or a softmax reads the value, which then holds scores plus a mask. In other arithmetic ±max would be a wrong

@@ -108,7 +108,7 @@ def _has_trainer(module: Any) -> bool:
 
 
 class HeldSchedule:
-    """Wraps a learning-rate schedule so that it does not advance if the optimizer skipped its step. Other attributes are the schedule's."""
+    """Wraps a learning-rate schedule so that it does not advance if the optimizer skipped its step. It has the schedule's attributes."""
 
     def __init__(self, scheduler: Any) -> None:
         self.scheduler = scheduler

@@ -190,8 +190,8 @@ def _with_fp32_modules(model: nn.Module, options: Mapping[str, Any]) -> dict[str
 def fp32_modules(model: nn.Module, narrow: bool) -> Iterator[str]:
     """Yield the paths of the modules that must stay fp32, because the model's class lists their names or names of their tensors.
 
-    A listed tensor counts only if its module has no submodules, because an override of the module would keep these in fp32, too. The list
-    `_keep_in_fp32_modules_strict` always counts; `_keep_in_fp32_modules` counts only if `narrow` is True (the low format is fp16).
+    `_keep_in_fp32_modules_strict` is always read, `_keep_in_fp32_modules` only if `narrow` is True (the low format is fp16). The name of a
+    tensor is ignored if its module has submodules, because an override of the module would keep the submodules in fp32, too.
     """
     names = {*(getattr(model, "_keep_in_fp32_modules_strict", None) or ())}
     if narrow:

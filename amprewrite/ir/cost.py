@@ -15,7 +15,7 @@ The model is Williams et al. (2009). Its rules here:
 
 Prices are integers in ticks of 0.1 ns, so that sums are exact and the choice of the cheapest plan depends on no rounding error.
 
-`ProductPrices` predicts the time that fp8 saves in the GEMMs of products and costs in copies. It applies torchao's roofline model to
+`ProductPrices` predicts the time that fp8 GEMMs save and the time that fp8 copies cost. It applies torchao's roofline model to
 amprewrite's device table. A GEMM takes the longest of three times: arithmetic, memory traffic, one launch. A kernel that makes a copy takes
 the longer of two times: memory traffic, launches. Large kernels reach only a share of a device's peak: `REACHED_FLOPS` and
 `REACHED_BANDWIDTH` (torchao, `testing/training/roofline_utils.py`, measured on H100).
@@ -64,7 +64,7 @@ class CostModel:
     device: Device
     low: Format
     training: float
-    """Weight of a training step in prices, from 0 (False) to 1 (True). A pass without gradients has the weight 1 - training."""
+    """Weight of a training step in prices: 0 for inference, 1 for training, or a number between. Inference has the weight 1 - training."""
     cached_weights: bool = True
     """Whether calls without gradients keep the low copies of parameters for the next call."""
     timings: Measured | None = None
@@ -140,7 +140,7 @@ def sends_gradients(reader: OpNode) -> bool:
 
 
 def mixes(reader: OpNode, operand: Operand, want: Colour) -> bool:
-    """True if `reader` wants `operand` in fp32 (`want` is high), but its kernel also takes a low operand and converts it itself."""
+    """True if `reader` needs `operand` in fp32 (the colour `want` is high), but its kernel takes a low operand and converts it itself."""
     return want is Colour.HIGH and operand in reader.promoted
 
 
@@ -287,8 +287,8 @@ class ProductPrices:
         """Yield (name, price) of each kernel that runs to make one fp8 copy of a matrix with `numel` elements.
 
         `recipe` tells which elements share a scale. `role` is "x" or "w" for an operand of a product, "g" for the gradient of its result.
-        `way` is the layout of the copy: STRAIGHT or TURNED (transposed). If two copies of a matrix need a kernel of the same name, such as
-        "amax", it runs only once for both.
+        `way` is the layout of the copy: STRAIGHT (as stored) or TURNED (transposed). If two copies of a matrix need a kernel of the same
+        name, such as "amax", the kernel runs once for both.
         """
         by_rows, held = recipe.scaling(role, way) == ROWS, role == W
         if not (self.fused or self.kernel):

@@ -26,7 +26,7 @@ from amprewrite.tables.boundary.printable import printable
 from amprewrite.tables.errors import CaptureError, one_line
 
 MOST_NODES = 20_000
-"""A model may always have this many nodes after its functions are inlined, however few it has before."""
+"""Inlining functions may always give up to this many nodes, even if it multiplies their number by more than GROWTH."""
 GROWTH = 20
 """Inlining functions may multiply the number of nodes by this factor, even if the result exceeds MOST_NODES."""
 

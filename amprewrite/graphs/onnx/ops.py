@@ -1,11 +1,11 @@
-"""Name ONNX ops in amprewrite's vocabulary, and read from their schemas which operands have the result's type and which types they take.
+"""Give ONNX ops amprewrite's names. Read from their schemas which types operands may have, and which operands share the result's type.
 
 The names are in `tables/ops/onnx_names.py`. Types of operands and results are read from onnx.defs, at the opset of the model. This file has
 special code for `Pow`, whose exponent may make it another op, and for `Cast` and `Constant`, whose attributes give their result's type.
 
-`infer_types` infers types and shapes that a model does not declare, by onnx's inference and by the schemas. This file calls them guesses,
-and marks them on the value. They serve planning and are never written to a file: onnx's inference is wrong about some ops, and ONNX
-Runtime refuses a model whose values do not have their declared shapes.
+`infer_types` infers types and shapes that a model does not declare, by onnx's inference and by the schemas. They are called guesses here,
+and their values are marked. Planning uses guesses, but they are never written to a file: onnx's inference is wrong about some ops, and
+ONNX Runtime refuses a model in which a value has another shape than the declared one.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def declared(model: ir.Model) -> set[str]:
 
 
 def mark_guesses(model: ir.Model, told: set[str]) -> None:
-    """Mark all known types and shapes as inferred by us, except for the values named in `told`, whose types the model declares."""
+    """Mark all known types and shapes as inferred by us, except those of the values named in `told`: the model declares them."""
     for value in _values(model):
         if _is_known(value) and value.name not in told:
             value.meta[KEY] = True
@@ -113,7 +113,7 @@ _GRAPHS = (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS)
 OLDEST = 7
 """Models of an older opset are raised to this opset, because in older opsets an attribute, not the shapes, decides about broadcasting."""
 NEWEST = 24
-"""Highest opset to which a model is raised, because current runtimes load no newer opset. Ops that need a newer one to be low stay fp32."""
+"""Highest opset to which a model is raised: current runtimes load no newer one. Ops that take low types only at newer opsets stay fp32."""
 
 def op_of(node: ir.Node) -> str:
     """Return amprewrite's name of an op, such as "matmul" for MatMul.
@@ -134,7 +134,7 @@ def op_of(node: ir.Node) -> str:
 
 
 def names_of(op_type: str) -> set[str]:
-    """Return all names of amprewrite that `op_of` may give to an op type. Pow has the name "pow", and one for each exponent in POWERS."""
+    """Return each of amprewrite's names that `op_of` may give to an op type. For Pow these are "pow" and the names in POWERS."""
     own = VOCABULARY.get(op_type)
     names = {own, *(POWERS.values() if own == "pow" else ()), *(["scatter_reduce"] if own in ("scatter", "index_put") else ())}
     names.add(CONTRIB[op_type].name if op_type in CONTRIB else None)
@@ -212,11 +212,11 @@ class Signature:
     """True if the op takes any number of operands in the place of its last input."""
 
     def input(self, index: int) -> str:
-        """Return the type variable or type of operand `index`; "" if the op has no operands."""
+        """Return the type variable or type of operand `index` in the schema; "" if the schema has no inputs."""
         return self.inputs[min(index, len(self.inputs) - 1)] if self.inputs else ""
 
     def output(self, index: int) -> str:
-        """Return the type variable or type of result `index`; "" if the op has no results."""
+        """Return the type variable or type of result `index` in the schema; "" if the schema has no outputs."""
         return self.outputs[min(index, len(self.outputs) - 1)] if self.outputs else ""
 
     def allows(self, variable: str, fmt: Format) -> bool:
@@ -226,7 +226,8 @@ class Signature:
     def follows(self, op_type: str, index: int, group: str, fmt: Format) -> bool:
         """True if operand `index` of an op gets the type `fmt` when the type variable `group` of the op, such as "T", is set to `fmt`.
 
-        This holds if `group` is the operand's type variable. In an op of SIDE_FOLLOWS, such as Pow, all operands that allow `fmt` follow.
+        This holds if `group` is the operand's type variable. In an op of SIDE_FOLLOWS, such as Pow, other operands that may have the type
+        `fmt` get it, too, since kernels for mixed types are rare.
         """
         return self._goes_along(self.input(index), op_type, group, fmt)
 
@@ -285,7 +286,7 @@ def fill_types(node: ir.Node, opset: int) -> None:
 def fill_operand_types(node: ir.Node, opset: int) -> None:
     """Infer the missing types of the operands of `node` from its schema.
 
-    Nothing is inferred for nodes with subgraphs, nor for operands that an If, Loop or Scan makes, since its subgraphs give their types.
+    Only results of other nodes get types. Results of If, Loop and Scan get theirs from subgraphs. If `node` has subgraphs, nothing is done.
     """
     sig = signature(node.domain, node.op_type, opset)
     if sig is None or any(each.type in _GRAPHS for each in node.attributes.values()):
@@ -295,9 +296,9 @@ def fill_operand_types(node: ir.Node, opset: int) -> None:
 
 
 def _share_types(sig: Signature, node: ir.Node, wanted: Iterable[tuple[ir.Value, str]]) -> None:
-    """Infer the missing types of the values in `wanted`, which has pairs (value of `node`, its type or type variable in `sig`).
+    """Infer missing types of operands or results of `node`: `wanted` lists them, each with its type or type variable in `sig`.
 
-    A value gets the type of another value of `node` with the same type variable, or the type that `sig` fixes.
+    A value gets the type of another operand or result with the same type variable, or the type that `sig` fixes.
     """
     read = [(value, sig.input(index)) for index, value in enumerate(node.inputs) if value is not None]
     made = [(value, sig.output(index)) for index, value in enumerate(node.outputs)]
@@ -349,7 +350,7 @@ def changed_ops(model: ir.Model, opset: int, in_bodies: bool = False) -> list[st
 def means_the_same(op_type: str, opset: int, raised: int) -> bool:
     """True if the schemas show that an op computes the same at the opsets `opset` and `raised`.
 
-    The newer schema may have more types, optional operands, and attributes with neutral defaults. It may lack attributes for broadcasting.
+    The newer schema may add types, optional operands, and attributes with neutral defaults. It may drop attributes for broadcasting.
     """
     try:
         old, new = (onnx.defs.get_schema(op_type, version, "") for version in (opset, raised))
@@ -421,7 +422,7 @@ def format_of(value: ir.Value | None) -> str:
 
 
 HOLLOW = 1024
-"""An initialiser with at least this many elements counts as a weight, not as a shape or axes. Type inference does not need its values."""
+"""Type inference gets no values of initialisers with at least this many elements. Smaller ones may be shapes or axes, which it needs."""
 
 
 def infer_types(model: ir.Model) -> list[str]:

@@ -1,8 +1,8 @@
 """Keep the colour (low or high) of an op equal in all graphs of a model in which the op is captured.
 
 An op is identified by the module that calls it, its name, the line of code that calls it, and the number of earlier calls by that line.
-Another tracer may report different lines. If all lines at which a graph calls an op in a module are new, but the number of calls is the
-same, the calls match the known calls in order. If the number differs, too, they match only if all known calls have the same colour.
+Another tracer may report different lines. If a graph calls the op only at unknown lines, but as often as earlier graphs, its calls match
+the known calls in order. If the number of calls differs, too, they match only if all known calls have the same colour.
 
 1. The graph that is captured first decides.
 2. A later graph takes over the colours of shared ops and decides the rest.

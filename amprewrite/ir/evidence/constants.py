@@ -36,7 +36,7 @@ class Loss:
     why: str
     """The error in words."""
     kept: bool = False
-    """Whether the error is so large that readers must stay fp32; in a report, whether a reader does stay fp32."""
+    """Whether the error is a reason to keep readers in fp32. In the report of a rewrite: whether a reader did stay fp32."""
     saturated: bool = False
     """Whether the constant is a mask or a bound, and some of its values are clamped to the low format's range."""
     beyond: int = 0
@@ -125,10 +125,10 @@ def _harmless(
 
 
 def _scales(node: OpNode, given: Iterable[str], small: set[str], low: Format) -> str:
-    """Return a text that says why `node` must run in fp32 to keep an operand in `small` exact; "" if it may run low.
+    """Return the reason why `node` must run in fp32 because of an operand in `small`; "" if it may run low.
 
-    `small` names results that depend on constants which the low format would flush to zero. An op that magnifies such a value (as a
-    division does), or passes it on to later ops (as a view does), must run in fp32. `given` names the operands of `node`.
+    `given` names the operands of `node`. `small` names results of ops that must run in fp32 because of a constant. An op that magnifies
+    such a result (as a division does), or passes it on to later ops (as a view does), must run in fp32, too.
     """
     hangs = next((name for name in given if name in small), "")
     if hangs and (node.op in USES_SMALL or _passes_small(node.op)):

@@ -42,10 +42,10 @@ PLACES, TOTALS, WITHIN_ONE, BELOW = (ops_with(each) for each in (Trait.NUMBERS, 
 MOVES = ops_with(Trait.LINEAR_IN_FIRST, Trait.JOINS, Trait.CONVERTS) - TOTALS
 BOUNDS, UNIFORM, FILLS, RANKS = (ops_with(each) for each in (Trait.BOUNDS, Trait.UNIFORM, Trait.FILLS, Trait.RANKS))
 READS_FIRST = ops_with(Trait.LINEAR_IN_FIRST) - ops_with(Trait.SCALES)
-"""Ops that return numbers of their first operand. From other operands they take only indices, sizes, a shape or a dtype."""
+"""Ops that compute their result from elements of the first operand alone. Other operands give indices, sizes, a shape or a dtype."""
 HOLDS, INVERSE, DIVIDES = (ops_with(each) for each in (Trait.HOLDS_NUMBERS, Trait.INVERSE, Trait.DIVIDES))
 GROWS = PLACES | FILLS | HOLDS | ops_with(Trait.ADDS_UP, Trait.IN_POLYNOMIALS)
-"""Ops whose result may be as large as a number among their arguments, such as the end of an `arange`."""
+"""Ops whose result may exceed EXACT if a number among their arguments does, such as the end of an `arange`."""
 ASKS = frozenset(name for name, row in OPS.items() if row.asks)
 STAYS_WHOLE = GROWS | ASKS | UNIFORM | (MOVES - ops_with(Trait.SCALES, Trait.AVERAGES))
 """Ops that return whole numbers for whole numbers. They include the ops that read an attribute of a tensor (ASKS), because an attribute
@@ -103,9 +103,9 @@ def written_over(held: Count, written: Count) -> Count:
 
 
 def keep_counts(graph: OpGraph, counts: Mapping[str, Count], summed: Callable[[OpNode], int]) -> OpGraph:
-    """Return a copy of `graph` in which `OpNode.counted` marks products that would round whole numbers if they ran low, and fills.
+    """Return a copy of `graph` in which `OpNode.counted` marks each product that would round whole numbers if it ran low.
 
-    A fill, such as `x.new_full(size, 1001.0)`, is marked if its number reaches such a product. `counts` gives the `Count` of each value
+    A fill, such as `x.new_full(size, 1001.0)`, is also marked if its number reaches such a product. `counts` has the `Count` of each value
     by name. A value without an entry is not counted. `summed` returns the number of elements over which a product sums.
     """
     found, readers = dict[str, OpNode](), dict[str, str]()  # `readers`: {LARGE value that reaches a marked product: an op that reads it}

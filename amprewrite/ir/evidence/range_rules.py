@@ -31,7 +31,7 @@ BLOCKS = 88.0
 ROWS = 8
 """Least number of rows of a table whose rows are tested for a common offset: with fewer rows, chance alone could make one."""
 SHRINKS = 64
-"""Scores and their masks may be divided by at most this number: the low format's largest number, divided by it, still blocks a position."""
+"""Largest number by which masked scores may be divided. After this division a mask number of -max still blocks its position."""
 PASSES_MASK, MAKES_SCORES, SHARES_OUT = ops_with(Trait.PASSES_MASK), ops_with(Trait.MAKES_SCORES), ops_with(Trait.SHARES_OUT)
 ADDS_UP, LOOKS_UP = ops_with(Trait.ADDS_UP), ops_with(Trait.LOOKS_UP)
 BELOW, ABOVE = -1, 1
@@ -116,10 +116,10 @@ class Read(Generic[Node]):
 
 
 def handed_on(read: Read[Any], side: int, low: Format) -> frozenset[int] | None:
-    """Return the sides of zero (BELOW, ABOVE) on which an op's result may be far beyond the range of `low`.
+    """Return on which sides of zero (BELOW, ABOVE) an op's result may be far beyond the range of `low`, if its operand is so on `side`.
 
-    `read` describes the op, whose operand is far beyond the range on `side`. The set is empty if clamping the operand to the range does not
-    change the result: for example, the op reads only the sign. Return None if clamping would change the result in a way that matters.
+    `read` describes the op. The set is empty if clamping the operand to the range does not change the result: for example, the op reads
+    only the operand's sign. The result is None if clamping would change the op's result in a way that matters.
     """
     op, near = read.op, low.max / SHRINKS
     if read.masks or op in _LEVELS[side] or op in _SHAPE_ONLY or (read.place and op in _LIKE_SECOND):
@@ -142,9 +142,9 @@ def handed_on(read: Read[Any], side: int, low: Format) -> frozenset[int] | None:
 def _bounded(read: Read[Any], side: int, low: Format) -> frozenset[int] | None:
     """Return the result of `handed_on` for an op that bounds its result, such as clamp. Its operand is far beyond the range on `side`.
 
-    If a bound on `side` is near zero (at most low.max / SHRINKS), the set is empty: the result is this bound, whether the operand is
-    clamped or not. The set is {side} if each bound on `side` is beyond the range there, and no opposite bound is far from zero on `side`.
-    For example, `side` is BELOW, and an upper bound of -5e4 makes all results -5e4 or less. Then, and in other cases, return None.
+    For the side BELOW: the set is empty if a lower bound is near zero, that is, at most low.max / SHRINKS in magnitude. The op's result is
+    then this bound, whether the operand is clamped or not. The set is {BELOW} if all lower bounds are below the range, and all upper bounds
+    are at least -low.max / SHRINKS. In other cases return None. ABOVE is the mirror image.
     """
     stops, others = (read.lower, read.upper) if side == BELOW else (read.upper, read.lower)
     near = low.max / SHRINKS
@@ -288,7 +288,7 @@ def drowned(graph: OpGraph, node: OpNode, seen: Mapping[str, ValueRange], low: F
 
 
 def near_a_pole(smallest: float, low: Format) -> bool:
-    """True if `low` may flush elements of a value to zero, for which ops in `POLES`, such as a logarithm, return infinities.
+    """True if `low` may flush small elements of a value to zero. An op in `POLES`, such as a logarithm, would then return infinities.
 
     `smallest` is the smallest magnitude of the value in sample runs.
     """

@@ -94,7 +94,7 @@ class ValueRange:
     def limits(cls, tensor: torch.Tensor, smallest: bool) -> ValueRange:
         """Return a range of one fp32 tensor at less cost than `of`: without a histogram, and without counts of zeros, NaNs and infinities.
 
-        It has `least` and `greatest`, and also `smallest` if the argument `smallest` is True. For these, NaNs and infinities count as 0.
+        It has `least` and `greatest`, and also `smallest` if the argument `smallest` is True. NaNs and infinities count as zeros.
         """
         values = tensor.detach()
         if not values.numel():
@@ -305,7 +305,7 @@ class Calibration:
         return f"{self.model}: {'gradients' if gradients else 'values'} in {self.batches} batches, against {fmt}"
 
     def _rows(self, n: int, fmt: str, gradients: bool) -> Iterator[tuple[str, ...]]:
-        """Yield rows (name, figures…) of the `n` values, or with `gradients` of the `n` gradients, most at risk of overflow in `fmt`."""
+        """Yield a row (name, figures…) for each of the `n` values, or gradients, with the greatest risk of overflow in `fmt`."""
         row = FORMATS[fmt]
         found = [
             (f"{region.name}/{name}" if len(self.regions) > 1 else name, seen)

@@ -35,9 +35,9 @@ from amprewrite.torch_internals.dispatch import in_forward_mode, is_plain
 LOOKED_AT = 2
 """Number of kept copies that one call compares with their weights. Each call takes the next copies in turn."""
 SAMPLE = 64
-"""Number of elements of a 1-dim weight that a sample compares with its copy. For more dims, it compares one index of the first dim."""
+"""`sample` selects this many elements of a 1-dim weight. From a weight with more dims it selects one index of the first dim."""
 WORDS_FROM = 1 << 14
-"""`same` compares tensors with more elements as 64-bit words, four elements in a word. On a CPU that is three to five times as fast."""
+"""Above this number of elements, `same` compares 64-bit words of four elements each. On a CPU that is three to five times as fast."""
 _CUDA = torch.device("cuda")
 
 Key = tuple[int, torch.dtype, Layout, int]
@@ -60,7 +60,7 @@ class _Copy:
     address: int
 
     def counted_fresh(self, weight: Tensor) -> bool:
-        """True if this is a copy of `weight` with its `requires_grad`, and `weight` still has the same `_version` and memory address."""
+        """True if this is a copy of `weight`, and `_version`, address and `requires_grad` of `weight` are the same as at the copy."""
         if self.weight is not weight or weight.is_inference() or weight.requires_grad is not self.copy.requires_grad:
             return False
         return self.version == weight._version and self.address == weight.data_ptr()
@@ -84,7 +84,7 @@ class Block:
     """True if every element of the copies is compared when the block closes, False if only a sample of each copy is."""
     copies: Copies = field(default_factory=dict)
     searched_from: int = 1
-    """At this number of copies, the next new copy first drops copies of freed weights. The limit then becomes twice the number left."""
+    """From this number of copies on, copies of freed weights are dropped before a new copy is made. Twice the rest is the next limit."""
     turn: int = 0
     asked: _Answer | None = None
     """A comparison that an accelerator began at an earlier call, and whose result was not read yet; None if there is none."""
@@ -249,10 +249,10 @@ class WeightCache:
     def look(self, names: Names) -> None:
         """Compare a few rows of a few kept copies with their weights, to find writes that PyTorch does not count.
 
-        Each call checks different rows and copies. If a weight changed, all copies of the block are dropped. Then there is a warning, once,
-        for `cache_weights="step"`, and a StaleWeightsError for any other block. On a CPU the result of the comparison is used at once.
-        On CUDA a later call uses it, so that the host does not wait. On other accelerators, copies are compared only when their block
-        closes. So are the copies of a `generate()`, so that not every token pays for a comparison.
+        Each call checks different rows and copies. If a weight changed, all copies of the block are dropped. In the block of
+        `cache_weights="step"` the first change gives a warning; in any other block a change raises StaleWeightsError. On a CPU the result
+        of the comparison is used at once. On CUDA a later call uses it, so that the host does not wait. On other accelerators, and in
+        a block of `generate()`, copies are compared only when the block closes. So no token of `generate()` pays for a comparison.
         """
         block = self.block() if self._open or self._until_step is not None else None
         if block is None or not block.copies or not (block.lasting or block.whole):
@@ -323,7 +323,7 @@ def marked(copy: Tensor, weight: Tensor) -> Tensor:
 
 
 def kept_cast(cache: WeightCache, weight: Tensor, dtype: torch.dtype, layout: Layout, inverse: Tensor | None) -> Tensor:
-    """Return the value of `pad_cast(weight, dtype, layout, inverse)`, but in the memory of the low copy that `cache` keeps.
+    """Return a tensor equal to `pad_cast(weight, dtype, layout, inverse)`, but made from the low copy in `cache` without a new cast.
 
     `inverse`, one over the loss scale, multiplies the gradient of `weight`. With `inverse`, each call makes a new autograd node, because
     the scale may change between calls. If `inverse` is None, every call in grad mode returns the kept copy itself, whose one autograd node

@@ -3,18 +3,18 @@
 This file has special code for the bounds of `clamp` and `maximum`, for `add`, which keeps the sign of large mask numbers, and for
 `BatchNormalization`, whose results after the first are running averages.
 
-`Readers` and other functions search the graph forward from a value. They look for its readers, for a softmax, for an op that returns an
-infinity at zero (a pole), and for the square root that ends the computation of a distance. They have special code for powers (`pow`),
+`Readers`, `before_a_pole` and `is_distance` search the graph forward from a value: for its readers, for a softmax, for an op that returns
+an infinity at zero (a pole), and for the square root that ends the computation of a distance. They have special code for powers (`pow`),
 bounds (`clamp`, `maximum`), the `softmax` after a mask, `scaled_dot_product_attention`, and the ops that compute distances (`matmul`,
 `cat`, `sum`, `sqrt`).
 
-Rounding is to nearest even. Signs, zeros, infinities and NaN are kept, and nothing within the range is clamped. Finite mask numbers beyond
-the range become ±max. If they mask scores before a softmax, they become less than half of ±max: adding a score or a second mask must not
-give an infinity, because the softmax of a fully blocked row would then be NaN. An op stays fp32 if a constant that it reads would overflow
-and is neither a mask nor a bound, or would lose too many bits to underflow.
+Rounding is to nearest even. Signs, infinities and NaN are kept. Finite numbers of masks and bounds beyond the range become ±max. In a
+mask of scores before a softmax they become less than half of ±max: the sum with a score or a second mask must not be an infinity, because
+the softmax of a fully blocked row would then be NaN. An op stays fp32 if a constant that it reads would overflow and is neither a mask nor
+a bound, or if the constant would lose too many bits to underflow.
 
-`Kinds` chooses the kind of an op, which tells if it may run low, by its name, its attributes, and the values in sample runs. It has
-special code for `exp`, for an `einsum` that is a `mul`, and for `Cast`.
+`Kinds` tells if an op may run low. It reads the op's name and attributes, and the values in sample runs. It has special code for `exp`, for
+an `einsum` that is a `mul`, and for `Cast`.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from amprewrite.tables.ops.products import sums_products
 from amprewrite.tables.vocabulary import Colour, OpKind, Reason
 
 BOUNDS = ops_with(Trait.BOUNDS)
-"""Ops with bounds, such as clamp. A bound beyond the low format's range may become ±max. A mask may, too, but no other constant."""
+"""Ops with bounds, such as clamp. Of all constants beyond the low format's range, only bounds and masks may become ±max."""
 
 
 class ConstantFacts:
@@ -79,7 +79,7 @@ class ConstantFacts:
         return loss_of(str(value.name), found, self.low, self._becomes_end(value, node, op), masks_scores)
 
     def read(self, constant: str, value: ir.Value, reader: str, node: ir.Node, op: str, result: ir.Value, index: int) -> ConstantRead:
-        """Return a `ConstantRead`: `node` reads the constant `value` as operand `index`, in the format in which `node` runs.
+        """Return the `ConstantRead` of operand `index` of `node`, the constant `value`. The constant follows the format of `node`.
 
         `constant` and `reader` are the names of the op-graph nodes of `value` and `node`. `result` is the value that `node` computes.
         """
@@ -93,9 +93,9 @@ class ConstantFacts:
         )  # fmt: skip
 
     def misreads(self, node: ir.Node) -> list[Loss]:
-        """Return a `Loss` (error of a low copy) for each constant of `node` that must stay fp32, because it would be more than rounded.
+        """Return a `Loss` (error of a low copy) for each constant of `node` whose low copy would have more than rounding errors.
 
-        `node` is an op without a float result, such as a comparison.
+        `node` is an op without a float result, such as a comparison. These constants must stay fp32.
         """
         lost = [loss for _, value in constants_of(node) if (loss := self.loss(value, node, op_of(node))) is not None]
         return [replace(loss, kept=True) for loss in lost]
@@ -127,7 +127,7 @@ class ConstantFacts:
         return self.readers.holds_mask(node.outputs[0], op, kind, far, far, beside)
 
     def takes_mask(self, node: ir.Node, op: str) -> bool:
-        """True if `node` reads a constant mask (not a bound such as that of clamp) whose numbers beyond the range are clamped to ±max."""
+        """True if `node` reads a constant mask with numbers beyond the range, which become ±max. The bounds of a clamp are no mask."""
         return any(self.saturates(value, node, op) and not self._is_bound(value, op, node) for _, value in constants_of(node))
 
     def fill_range(self, name: str, node: ir.Node) -> dict[str, ValueRange]:
@@ -220,7 +220,7 @@ class Readers(MaskRules[ir.Value]):
     def __init__(self, graph: ir.Graph, low: Format) -> None:
         super().__init__(low)
         self._leaving: dict[ir.Value, list[ir.Value]] = {}
-        """Maps each result of a subgraph to the values outside that it may become, and to the subgraph's inputs in the next iteration."""
+        """Maps each output of a subgraph to values that it may become: results of the outer node, and inputs of the next iteration."""
         for node in graph.all_nodes():
             for body in bodies(node):
                 for value in body.outputs:
@@ -236,7 +236,7 @@ class Readers(MaskRules[ir.Value]):
                 yield _read(use.node, use.idx, made, crosses=bool(inner))
 
     def made_of(self, value: ir.Value) -> tuple[str, list[ir.Value]] | None:
-        """Return (name of the op that makes `value`, its floating-point operands without constants); None if no op makes the value."""
+        """Return (name of the op that makes `value`, its floating-point operands except constants); None if no op makes the value."""
         maker = value.producer()
         if maker is None:
             return None
@@ -317,8 +317,8 @@ LOSS = 4
 BLOCKED = 15 / 32
 """A mask number that blocks a score becomes BLOCKED times the format's lowest number.
 
-In fp16 that is -30704. Two such numbers and a score of -4000 have a finite sum. Adding one such number to a score below 8 rounds away the
-bits of the score. So the softmax of a fully blocked row is as uniform as in fp32.
+In fp16 that is -30704. The sum of two such numbers and a score of -4000 is still finite. The sum of one such number and a score below 8 is
+the number itself, because fp16 rounds the score away. So a fully blocked row has equal sums, and its softmax is uniform, as in fp32.
 """
 
 
@@ -329,7 +329,7 @@ class Facts:
     elements: int
     overflow: int
     mask: bool
-    """True if elements overflow, and each of these has such a large magnitude that it can only be a mask."""
+    """True if elements overflow, and each of them is so large, or so far below zero, that it can only belong to a mask."""
     flushed: int
     worst: float
     """Largest relative L2 error of the whole constant or of a slice along its first or last axis."""
@@ -420,12 +420,12 @@ def loss_of(name: str, found: Facts, fmt: Format, saturates: bool, masks_scores:
 
 
 EXP_MOST = 8.0
-"""An exp with no larger result may run low. The relative error of exp(x) is |x| times that of x: about two times for the largest."""
+"""Largest result of an exp that may run low. The relative error of exp(x) is |x| times that of x: about 2 times if exp(x) is 8."""
 
 
 @dataclass(frozen=True)
 class Kinds:
-    """Chooses the kind of an op (allow, deny, …) by op lists and by value ranges in sample runs. Users' overrides name the `asked_ops`."""
+    """Chooses the kind of an op (allow, deny, …) by op lists and value ranges in samples. `asked_ops` are the ops that users override."""
 
     low: Format
     lists: OpLists
@@ -435,9 +435,9 @@ class Kinds:
     def of(self, op: str, node: ir.Node) -> OpKind | None:
         """Return the kind of an op in the op lists, which says whether it may run low; None if it is on no list.
 
-        With the rule "cost" (the default planner) there are three exceptions, unless the user has an override for the op. An op that is
-        denied only in fp16, for its range, gets its bf16 kind if samples stay within fp16's range. An einsum that sums over no dim that two
-        operands share, such as an outer product, has the kind of `mul`. An exp of small numbers may run low: it does not magnify errors.
+        With the rule "cost" (the default planner) there are three exceptions, unless the user has an override for the op. An op that the
+        lists deny in fp16 alone, for its range, gets the kind that it has in bf16 if samples stay within fp16's range. An einsum that sums
+        over no dim that two operands share, such as an outer product, counts as a `mul`. An exp may run low if its results are small.
         """
         row = find_op(op)
         assert row is not None
@@ -474,8 +474,8 @@ class Kinds:
 
         Booleans, bytes, a small constant integer, and constant masks of zeros and ones may become low, since the low format holds them
         exactly. Other integers, and doubles, must become fp32. Integers may be positions, to which a later op adds fractions, and may be
-        larger than in the samples. Inputs of fp32 and fp16 may become low: rounding fp16 to bf16 is no worse than rounding fp32. A bf16
-        input may exceed fp16's range, so it may become fp16 only if samples show its range.
+        larger than in the samples. Numbers in fp32 and fp16 may become low: rounding fp16 to bf16 is no worse than rounding fp32. Numbers
+        in bf16 may exceed fp16's range, so they may become fp16 only if samples show their range.
         """
         source, seen = format_of(node.inputs[0]), self.samples.ranges.get(str(node.outputs[0].name))
         if source in BYTES or source in ("fp32", self.low.name):

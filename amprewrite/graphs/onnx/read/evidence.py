@@ -3,9 +3,9 @@
 1. Constants whose mean is larger than their spread: a norm later subtracts most of such a value, and rounding errors grow.
 2. Products of rows and a constant matrix (`MatMul`, `Gemm`), whose operands may be quantised to fp8.
 3. Matrix products in which a low format would round positions, lengths or time steps (`ir/evidence/counts.py`). A file does not say which
-   constants are learnt, so their values decide. A factor with fractions is taken for a weight, and the result is then no position.
-   Positions times at most `FEW` frequencies are an exception, but never in a `conv2d` or `conv_transpose2d`. `OneHot` is read as "one_hot",
-   whose results are at most 1; `op_of` would name it "scatter". A `Gather` is read as `index` if its table holds whole numbers.
+   constants are learnt, so their values decide. If a factor has fractions, it counts as a learnt weight, and the product as no
+   position. The exception is a sum of at most `FEW` products of positions and frequencies, unless it is a `conv2d` or `conv_transpose2d`.
+   `OneHot` (for `op_of` a "scatter") counts as "one_hot": its results are at most 1. A `Gather` of whole numbers counts as `index`.
    The number that fills a `ConstantOfShape` is an attribute. Results of `Constant` and `If` are judged when an op reads them.
 4. The summands of linear ops, each with its factor. A long chain of sums with small factors, `x + 0.1 * f(x)`, stays fp32. A factor
    is a number, a constant that varies along one dim at most (its root mean square counts), or a schedule: a value of one element that is

@@ -211,7 +211,7 @@ def _keep_asymmetric(model: ir.Model) -> None:
     """Set attributes of each Resize, so that it reads the same elements as before its opset was raised. The new defaults differ.
 
     Below the opset RESIZED, element i of a result is read at i / scale ("asymmetric"). In the mode "nearest", ONNX Runtime rounds this
-    position down ("floor"), or up ("ceil") where it shrinks a dim. The attribute holds for all dims: "ceil" if no scale is above one.
+    position down ("floor"), or up ("ceil") where it shrinks a dim. One attribute rounds all dims: it is "ceil" if no scale is above one.
     """
     for node in (node for graph in model.graphs() for node in graph if node.op_type == "Resize" and not node.domain):
         node.attributes["coordinate_transformation_mode"] = ir.AttrString("coordinate_transformation_mode", "asymmetric")

@@ -6,7 +6,7 @@
 3. An operand has the format of the op if the op's schema gives operand and result the same type variable, such as "T". Other fp32 operands
    stay fp32, since ONNX ops do not promote mixed types.
 4. Constants cost nothing: a constant that an op reads low is stored low, and never cast.
-5. Reading forces an op to fp32 if, for example, it is on no op list, its opset does not allow the low type, or it reads or makes
+5. The reader forces an op to fp32 if, for example, it is on no op list, its opset does not allow the low type, or it reads or makes
    quantised values. Constants and ranges in sample runs are only recorded: passes judge them.
 
 This file has special code for bodies (`If`, `Scan`, `Loop`), for ops that set the type of their result (`Cast`, called `to` in op tables,
@@ -77,9 +77,9 @@ class OnnxReading:
     """Constants, and ConstantOfShape nodes, that only mask attention scores. In their low copies a number beyond the range becomes 15/32 of
     ±max (`BLOCKED` in constants.py), so that the sum of two masks stays finite."""
     ranges: dict[str, ValueRange] = field(default_factory=dict)
-    """Value ranges by op-graph node: of results in sample runs, of constants that the low format rounds, of fills that do not fit it."""
+    """Value ranges by op-graph node: results in sample runs, constants that the low format rounds, and fill numbers that do not fit it."""
     walls: Counter[str] = field(default_factory=Counter)
-    """Ops that stay fp32, being on no op list, without a schema, or with subgraphs: {"domain::op type": number of occurrences}."""
+    """Ops that stay fp32 because they are on no op list, have no schema, or have subgraphs: {"domain::op type": number of nodes}."""
     untyped: Counter[str] = field(default_factory=Counter)
     """Values of unknown type, with the number of ops that stay fp32 because they read the value."""
 
@@ -311,7 +311,7 @@ class _Reader:
         return tuple(Operand(made, demand, self.is_number(made), twice=times[made] > 1) for made, demand in demands.items())
 
     def is_number(self, name: str) -> bool:
-        """True if the op-graph node `name` is a constant of one element. In PyTorch, it would be a Python number."""
+        """True if the op-graph node `name` is a constant of one element. As an operand it is marked by `Operand.scalar`."""
         held = constant_tensor(self.reading.values[name]) if name in self.reading.values else None
         return held is not None and held.size == 1
 
@@ -481,8 +481,7 @@ def scopes(node: ir.Node) -> tuple[str, str]:
 def flops(node: ir.Node) -> int:
     """Return the FLOPs (two for each multiply-add) of a matrix product or convolution; 0 for other ops.
 
-    A dim without a fixed size counts as 64. A result of unknown shape, as in subgraphs, counts as one element. The number of products that
-    are summed for one element is read from the shape of an operand."""
+    A dim without a fixed size counts as 64. A result of unknown shape, as in subgraphs, counts as one element."""
     op = op_of(node)
     shapes = [tuple(d if isinstance(d, int) else 64 for d in (v.shape or ())) if v is not None else () for v in node.inputs]
     if op in ("matmul", "addmm"):

@@ -111,8 +111,8 @@ def check_raised(name: str, stages: Sequence[ir.Model], samples: Samples, limit:
     `stages` holds the model at each opset, from the original to the raised model. `samples` holds inputs, and the outputs of the raised
     model on them. ONNX Runtime lacks kernels for many old ops, so early stages may fail to run. The first stage that runs must give the
     same outputs. Each stage before it needs another proof: the schemas show that its ops compute the same at the next opset, or onnx's own
-    evaluator gives the same outputs. If this evaluator differs, the error only says that a proof is missing: it runs some old ops by new
-    rules.
+    evaluator gives the same outputs. The evaluator runs some old ops by new rules. So if its outputs differ, the error only says that
+    a proof is missing.
     """
     for before, after in pairwise(stages):
         opset, raised = before.opset_imports[""], after.opset_imports[""]

@@ -2,7 +2,7 @@
 
 1. Inputs are the caller's calibration data, or made up: normal noise for floats, valid indices for inputs that index a table.
 2. The fp32 model runs with its inner values as extra outputs, at most about 1 GB of them in one run.
-3. Over all samples, the range of every fp32 result in the top graph is recorded, and of every fp32 input that the caller gave. Inputs and
+3. The ranges of all fp32 results in the top graph, and of all fp32 inputs that the caller gave, are recorded over all samples. Inputs and
    outputs of the first few samples are kept to measure errors. Samples are read one at a time: memory does not grow with their number.
 
 This file has special code for `Gather`: the size of its table limits valid indices.
@@ -34,7 +34,7 @@ Feed = dict[str, Any]
 CHUNK = 2**28
 """Largest total number of elements of the inner values that one run returns."""
 SIZES = ((2, 8), (1, 16), (1, 32), (1, 64), (1, 1))
-"""Sizes to try for open dims (dims without a fixed size): (size of a first dim, size of other dims)."""
+"""Sizes to try for open dims (dims without a fixed size): (size if the open dim is dim 0, size of other open dims)."""
 KEPT = 8
 """Largest number of samples whose inputs and outputs are kept for measuring errors."""
 KEPT_BYTES = 2**28
@@ -66,7 +66,7 @@ class Samples:
     made_up: bool = True
     """True if the inputs were made up, not given by the caller."""
     empty: set[str] = field(default_factory=set)
-    """Names of inputs that have no finite element in some sample. Such a sample shows no range."""
+    """Names of inputs that have no finite element in some sample, so that this sample adds nothing to their ranges."""
     problem: str = ""
     """The reason why no sample run succeeded; "" if one did."""
     invalid: str = ""
@@ -106,10 +106,10 @@ def _own_errors(samples: Iterable[Any]) -> Iterator[Any]:
 
 
 def _read_npz(path: str | Path, names: list[str]) -> Mapping[str, Any]:
-    """Return the arrays of an .npz file by name, or {name: None} if its array names differ from `names`, the model's inputs.
+    """Return {name: array} for an .npz file. If its names are not `names`, the model's inputs, return {name: None} instead.
 
-    With different names the arrays are not read, because a small compressed file may unpack to gigabytes. Raises PolicyError if the file
-    cannot be read as .npz, or if its arrays take more than half of the free memory.
+    `_checked` refuses wrong names, so their arrays are not read: a small compressed file may unpack to gigabytes. Raises PolicyError if the
+    file cannot be read as .npz, or if its arrays take more than half of the free memory.
     """
     try:
         if not Path(path).is_file() and Path(path).exists():

@@ -1,6 +1,6 @@
 """Edit an ONNX model by its plan.
 
-1. Values that the plan makes low get the low type. Casts and fills (ConstantOfShape) that make such values are set to it.
+1. Values that the plan makes low get the low type. If a Cast or a ConstantOfShape makes the value, its attribute gets this type, too.
 2. Planned casts of constants become stored low copies. Every other planned cast becomes one Cast node after the node that makes the value.
 3. Casts of the model that no longer change anything are erased. A second cast of the same value to the same type is replaced by the first.
 4. The colour and the reason of every node are written to its metadata_props.
