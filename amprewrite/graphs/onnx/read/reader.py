@@ -353,7 +353,7 @@ class _Reader:
     def pin(self, node: ir.Node, op: str, listed: bool, sig: Signature | None, group: str) -> Pin | None:
         """Return (high, reason, detail) if the op is forced to run in fp32; None if op lists and passes decide.
 
-        `listed` is False if the op is on no op list, has subgraphs, or reads values of unknown type. `group` is its result's type variable.
+        `listed` is False if the op is on no list, lacks a schema, has subgraphs, or reads an unknown type. `group` is its type variable.
         """
         if not listed or sig is None:
             return Colour.HIGH, Reason.UNLISTED, op

@@ -65,7 +65,7 @@ class Written:
         return self.data is not None
 
     def keep(self, texts: Mapping[Path, str]) -> None:
-        """Move the model and its data to `target`, and write `texts`, {path: text}. If a move fails, restore old files, raise EmitError."""
+        """Move model and data file to `target`, and write `texts`, {path: text}. If a move fails, restore old files and raise EmitError."""
         assert self.target is not None
         real, scratch = resolved(self.target), []
         plans = {resolved(path): text for path, text in texts.items()}
