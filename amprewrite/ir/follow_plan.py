@@ -107,7 +107,8 @@ def each_once(plans: Iterable[RegionPlan]) -> tuple[RegionPlan, ...]:
 def _kind(plan: RegionPlan) -> object:
     """Return a key that is equal for two plans if they have the same captured module, nodes, colours, edits, pads and fp8 GEMMs.
 
-    A plan without nodes has a unique key. Nodes whose value is a size (SymInt) do not count: a graph captured with fixed sizes lacks them.
+    A plan without nodes gets a unique key, so that it is never a repeat: its graph stays fp32 for a reason of its own. The key leaves out
+    nodes whose value is a size (SymInt), because a graph captured with fixed sizes lacks them.
     """
     if not plan.nodes:
         return object()  # a new object equals no other key, so each graph that was left in fp32 is shown with its own reason

@@ -1,11 +1,11 @@
-"""Predict which values torch.autocast would hold in fp32, and how exact each of them is (`Held`): a low op may have rounded it before.
+"""Predict which values torch.autocast would hold in fp32, and how exact they are (`Held`): an op upstream may have rounded its data to low.
 
-1. Inputs and weights are fp32, and so is the result of an op that reads no fp32 tensor. A cast that reads no fp32 tensor is an
-   exception: its result is low, unless the model's code casts to fp32 (rule 2).
+1. Inputs and weights are fp32, and so is the result of an op that reads no fp32 tensor. But a cast that reads no fp32 tensor returns a
+   low value, unless the model's code casts to fp32 (rule 2).
 2. Ops on torch.autocast's low list return low values. Ops on its fp32 list, and casts to fp32 in the model's code, return fp32. For ONNX
-   files torch.autocast has no lists; there the ops that amprewrite denies or does not list return fp32.
-3. A uniform draw counts as fp32, even if torch.autocast draws it in the low format, as `rand_like` does for a low tensor. In the low format
-   a draw just below one rounds up to one, but Gumbel and exponential sampling take the logarithm of one minus the draw.
+   files torch.autocast has no lists. There, ops on amprewrite's deny list and ops on none of its lists return fp32.
+3. Uniform random numbers count as fp32, even if torch.autocast draws them in the low format, as `rand_like` does for a low tensor. In that
+   format a number just below one rounds up to one, and the logarithm of one minus the number, as in exponential sampling, is infinite.
 4. Any other op returns the widest dtype of its data. Three kinds of operands do not count as data: side arguments, such as the weights of a
    batch norm; 0-dim tensors next to tensors with dims; and constants of an ONNX file without an offset (see `offsets` in `Problem`), which
    are stored in the format of their readers.
@@ -38,8 +38,8 @@ LEVELS = SHARES | ops_with(Trait.BOUNDS) | (ops_with(Trait.LEVELS_BELOW) & ops_w
 def is_product(node: OpNode) -> bool:
     """True if `node` counts as a product: torch.autocast runs it in the low format, or may run ops of its subgraph in the low format.
 
-    Two kinds of products do not count. Products of whole numbers, such as positions (`counted`), stay fp32 in amprewrite, because the low
-    format would round the numbers. Products with a vector, such as `mv`, gain nothing from a cast.
+    Two kinds of products do not count. Products of whole numbers, such as positions (`OpNode.counted`), stay fp32 in amprewrite, because
+    the low format would round these numbers. Products with a vector, such as `mv`, gain nothing from a cast.
     """
     inside = node.pinned is not None and node.pinned[1] in (Reason.OPAQUE, Reason.BODY)
     return not node.counted and (node.kind is OpKind.ALLOW or inside)
@@ -48,7 +48,7 @@ def is_product(node: OpNode) -> bool:
 def rounds(node: OpNode) -> bool:
     """True if an op counts as rounding its operands: a product that torch.autocast would run low (`is_product`), or a cast to a low format.
 
-    Such a product counts even if amprewrite keeps it in fp32.
+    A product that amprewrite keeps in fp32 counts, too, if torch.autocast would run it low.
     """
     return is_product(node) or (node.op in CONVERTS and node.dtype in LOW_NAMES)
 
@@ -66,9 +66,9 @@ def data_of(node: OpNode) -> tuple[Operand, ...]:
 
 
 def widest_of(node: OpNode, wide: Container[str]) -> tuple[str, bool]:
-    """Return (name of the operand whose dtype the result of `node` takes, True if this operand is fp32); ("", False) without operands.
+    """Return (name of the operand that gives the result of `node` its dtype, True if this operand is fp32); ("", False) without operands.
 
-    `node` is an op on no list of torch.autocast. `wide` names the values in fp32.
+    `node` is an op on none of torch.autocast's lists. `wide` holds the names of the values in fp32.
     """
     like = [operand for operand in node.operands if node.op in CONVERTS and operand.demand is Demand.ANY]
     read = like or [operand for operand in data_of(node) if operand.demand is not Demand.ANY] or list(node.operands)
@@ -142,11 +142,11 @@ class _Reading:
         return Held.PLAIN if bent or node.kind in (OpKind.DENY, None) else min(max(found), Held.ROUNDED)
 
     def _is_bias(self, name: str) -> bool:
-        """True if the value `name` counts as a bias: rounding its sum with a product has about the same error as rounding the product.
+        """True if the value `name` counts as a bias: rounding `product + value` has about the same error as rounding the product itself.
 
         Masks and learnt vectors count as biases. Other learnt values, such as tables of relative positions, and results of norms may be
-        larger than the product. Then rounding the sum has a larger error. They count as biases only in ONNX files: there each cast costs a
-        kernel, and there is no run under torch.autocast whose precision the plan has to match.
+        larger than the product, so that rounding the sum has a larger error. These count as biases only in ONNX files: there each cast
+        costs a kernel, and the plan need not be as exact as a run under torch.autocast.
         """
         seen = self.graph.seen(name)
         vector = sum(side != 1 for side in seen.shape) < 2

@@ -1,10 +1,10 @@
-"""The op graph that deciding passes read, the same for PyTorch graphs and ONNX files.
+"""The op graph, which passes read to decide what runs low. It has the same form for PyTorch graphs and ONNX files.
 
-A node is one op with its kind, dtype, shape and other properties. An edge is an fp32 tensor, from the op that makes it to the op that
-reads it. Integers, booleans and other dtypes have no edge, since they are never cast.
+A node is one op with its kind, dtype, shape and other properties. An edge stands for an fp32 tensor. It leads from the op that makes the
+tensor to an op that reads it. Tensors of other dtypes have no edge, since they are never cast.
 
-Padding needs more than these edges, such as the dim of a softmax or the new shape of a view. A `Call` holds the arguments and shapes of an
-op as plain data, in which tensors are given by name.
+To plan padding, passes also need arguments of ops, such as the dim of a softmax or the new shape of a view. A `Call` holds the arguments
+and shapes of an op as plain data, in which tensors are given by name.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Demand(Enum):
 
 @dataclass(frozen=True)
 class Operand:
-    """One fp32 tensor read by an op."""
+    """An fp32 tensor that an op reads, and the way in which the op reads it."""
 
     value: str
     """Name of the node that makes the tensor."""
@@ -80,16 +80,16 @@ class OpNode:
     role: str = "op"
     """"op", or "input", "parameter", "buffer", "constant" or "output" for a node that is no op."""
     pinned: tuple[Colour, Reason, str] | None = None
-    """(low, high or plain; reason; detail) if the node's colour is forced, as by an explicit dtype; None if lists and passes decide."""
+    """(colour, reason, detail) if the node's colour is fixed in advance, as by an explicit dtype; None if op lists and passes decide."""
     precision_group: str = ""
     """Name of the precision group of the node; "" for none. Nodes of a group share memory or a kernel, so they must have one colour."""
     relative: bool = False
-    """Whether the op is a cast to the dtype of another tensor, as `x.to(y.dtype)` is. Such a cast may be low even after a denied op."""
+    """Whether the op is a cast to the dtype of another tensor, as `x.to(y.dtype)` is. Ops on the deny list upstream do not make it fp32."""
     may_saturate: bool = False
     """Whether the result may hold finite constants beyond the low format's range, such as a mask filled with `finfo.min`."""
     counted: str = ""
     """Set if the node must be fp32 because the low format would round whole numbers, such as positions. For a matrix product: the name of
-    the operand with these numbers. For a fill with such a number: the name of an op that reads the fill. "" for other nodes."""
+    an operand with such numbers. For an op that fills a tensor with one: the name of an op that reads the tensor. "" for other nodes."""
 
     @property
     def carries_fp32(self) -> bool:
@@ -131,9 +131,9 @@ class OpGraph:
             self.digraph.add_edge(operand.value, node.name)
 
     def seen(self, name: str) -> OpNode:
-        """Return the node that made the elements of the value `name`: the first node upstream that is no view or similar op.
+        """Return the node that computed the elements of the value `name`, before views and similar ops passed them on.
 
-        The search begins at the node `name` itself. It skips ops of kind CLEAR (harmless in any precision, such as views) with one operand.
+        The search goes upstream from `name`. It skips ops of kind CLEAR (harmless in any precision, such as views) with one operand.
         """
         node = self[name]
         while node.role == "op" and node.kind is OpKind.CLEAR and len(node.operands) == 1:
@@ -168,9 +168,9 @@ class OpGraph:
 
 
 def wanted(node: OpNode, colour: Colour) -> list[tuple[Operand, Colour]]:
-    """Return (operand, colour in which `node` needs it) for each operand whose format matters if `node` runs in `colour` (low or high).
+    """Return (operand, the colour that it must have) for each operand of `node`, if `node` runs in `colour` (low or high).
 
-    A 0-dim operand of an op that promotes mixed dtypes may have any format if another operand has dims. Such an operand is left out.
+    Operands that may have either format are left out, such as a 0-dim tensor if the op promotes mixed dtypes and another operand has dims.
     """
     found = []
     for operand in node.operands:
@@ -198,7 +198,7 @@ def resolved(node: OpNode, colour: Colour, colours: Mapping[str, Colour], nodes:
     """Yield (operand, colour to cast it to) for each operand of `node` that must be cast if `node` runs in `colour`.
 
     `colours` has the colour (low, high or plain) of each node. A kernel that promotes mixed dtypes computes in fp32 if one operand with
-    dims is fp32. So if `node` runs in fp32, operands that it promotes are not cast, except the `anchor` if all of them are low.
+    dims is fp32. So if `node` runs in fp32, at most one operand that it promotes is cast: the `anchor`, and only if all are low.
     """
     mixing = node.promoted
     promotes = not mixing or any(colours[o.value] is not Colour.LOW for o in mixing)

@@ -115,15 +115,15 @@ class Problem:
     kept_high: tuple[Reason, str] | None = None
     """Set if this graph is the body of an op, such as a loop, and stays fp32 as a whole: (reason, name of the op). Otherwise None."""
     fold_masks: Literal["", "fixed", "any"] = ""
-    """Which attention masks may be dropped. "": none. "fixed": masks that are computed from fixed sizes alone. "any": also masks that have
-    to be tested in each call, which only a graph without a compiler can do."""
+    """Which attention masks may be dropped. "": none. "fixed": masks that are computed from fixed sizes alone. "any": also masks that are
+    examined during a call, which is possible only if no compiler runs the graph."""
     masks: Mapping[str, Edit] = field(default_factory=dict)
-    """Name of an attention call → the edit that may be made to its mask. Empty unless masks may be dropped."""
+    """Name of an attention call → the edit that would drop its mask, always or in some forwards. Empty if `fold_masks` is ""."""
     repeated_heads: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Name of an attention call → the ops that repeat the heads of its keys and values. Calls whose mask must stay are left out."""
+    """Name of an attention call → ops that repeat the heads of its keys and values. Only calls that have no mask, or may drop it."""
     strided_masks: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Name of a value → attention calls whose mask a fused GPU kernel refuses because of its strides. The kernel would take the mask if the
-    value were contiguous. The value is the mask itself, or an earlier value from which the mask has its strides."""
+    """Name of a value → attention calls that could use a fused GPU kernel if the value were contiguous. The kernel takes only masks with
+    contiguous rows. The value is the mask of these calls, or an earlier value whose memory layout the mask inherits."""
     bare_norms: tuple[str, ...] = ()
     """Norms without weights on a CPU. The kernel computes their mean and variance in the input's dtype: inexact if this dtype is low."""
     bare_taps: tuple[str, ...] = ()
@@ -134,7 +134,7 @@ class Problem:
     repeated: frozenset[str] = frozenset()
     """Values that a loop passes from one iteration to the next, and inputs of a body graph, which may run many times."""
     run_by_steps: tuple[str, ...] = ()
-    """Trained recurrent layers that may run separate ops for many time steps. Autograd would add up low gradients over these steps."""
+    """Trained recurrent layers that may run many time steps as separate ops. Autograd would add up low weight gradients of all steps."""
     trained: frozenset[str] = frozenset()
     """Values for which the backward pass computes gradients."""
     read_by_many: tuple[str, ...] = ()
@@ -151,14 +151,14 @@ class Problem:
     device: str = "cpu"
     """Type of the device on which the graph runs; "meta" for a graph that was read from an ONNX file."""
     planned_for: Device | None = None
-    """The row of the device for which to plan; None to plan for the device at hand."""
+    """The device for which to plan, as a row of the device table; None to plan for the device at hand."""
     timings: Measured | None = None
     """Measured run times from which to compute prices; None to compute them from the device table."""
     magnitudes: Mapping[str, float] = field(default_factory=dict)
     """Largest magnitude of each parameter and buffer; empty unless the low format's range is narrow."""
     offsets: frozenset[str] = frozenset()
-    """Weights that are added to values, and tables in which rows are looked up, if they have an offset: a mean larger than their spread.
-    Also buffers of positions that are only added to attention scores."""
+    """Weights with an offset, that is, a mean larger than their spread. Only weights that are added to values and tables in which rows are
+    looked up are checked. Also buffers of positions that are only added to attention scores."""
     constants: tuple[ConstantRead, ...] = ()
     """For a graph from an ONNX file: each read of a constant by an op. A constant is stored in the format of its readers."""
     calibration: Calibration | None = None
@@ -186,7 +186,7 @@ class Problem:
     def costs(self) -> CostModel:
         """The prices with which this graph is planned.
 
-        If the policy sets `parity`, they are a weighted mean of training and inference, so that both get the same plan.
+        If the policy sets `parity`, they are a weighted mean of the prices in training and in inference, so that both get the same plan.
         """
         return self.own_costs if self.policy.parity is None else replace(self.own_costs, training=self.policy.parity)
 

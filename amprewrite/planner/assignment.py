@@ -4,13 +4,13 @@ Each open op has a vertex. Vertices on the source's side run low. An arc is a pr
 (Kolmogorov and Zabih, "What energy functions can be minimized via graph cuts?", 2004). All prices but one have this form:
 
 1. An op pays the extra price of low on an arc to the sink, of fp32 on one from the source. Ops of one precision group share a vertex.
-2. A value that is read in the other format pays one copy, however many readers it has. For this an extra vertex stands for "a low copy
-   exists" or "every reader is low". Infinite arcs join it to the readers. An arc with the copy's price joins it to the value's op.
-   Casts of gradients (`gradient_cast`) and conversions in kernels (`mixed_read`) have a vertex of their own if other readers cause them.
-3. The exception: an op that promotes mixed dtypes and runs in fp32 pays a copy of one operand, its anchor, only if all its operands are
-   low. This term is a product of three labels with a positive price, which no arc can express. But arcs can express two lower bounds of
-   it. The first bound is 0. It is exact unless the copy has to be paid. For a high op the second bound is the price p of the copy, minus p
-   for each other operand that is high. It is exact unless another operand is high and the bound falls below 0.
+2. A value that is read in the other format pays for one copy, however many readers need it. An extra vertex stands for "a low copy
+   exists" or, for an fp32 copy, "every reader is low". Infinite arcs join it to the readers. An arc with the copy's price joins it to the
+   op that makes the value. Casts of gradients (`gradient_cast`) and conversions in kernels (`mixed_read`) are priced in the same way.
+3. The exception: an op that promotes mixed dtypes and runs in fp32 pays for a copy of one operand, its anchor, only if all its operands are
+   low. This price depends on three or more colours at once, which no arc can express. But arcs can express two lower bounds of it. The
+   first is 0. It is exact unless the copy has to be paid. The second, if the op is high, is the price of the copy (0 if the anchor is
+   high), minus the price of a cast for each other operand that is high. It is exact unless it is below 0.
 4. Solve with the first bound. If the solution has to pay a copy, solve with the second bound. If this bound is not exact either, branch on
    the colour of an operand, and prune branches by the bounds. A solution is optimal if its bound is exact for it.
 
@@ -38,11 +38,9 @@ Key = tuple[str, int]
 
 @dataclass(slots=True)
 class _Copies:
-    """The ops that read one value, in four lists: by the copy, the gradient's cast or the conversion in a kernel that a reader may cause.
+    """The ops that read one value. Each list holds the readers that may cause one kind of conversion of the value or of its gradient.
 
-    `low` and `high` hold the readers that need a low copy or an fp32 copy. `senders` holds the readers whose fp32 gradient is cast.
-    `mixers` holds the readers that convert the value inside their kernels. An op is listed as its vertex in the flow network. Ops may share
-    a vertex, so a list may hold a vertex twice.
+    An op is listed as its vertex in the flow network. Ops may share a vertex, so a list may hold a vertex twice.
     """
 
     low: list[int] = field(default_factory=list)

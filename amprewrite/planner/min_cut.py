@@ -8,7 +8,7 @@ The solver is Dinic's algorithm in scipy, which takes only int32 capacities. Lar
    flow has to cross the cut that the scaled network gave. The capacity left on the arcs of this cut is a far smaller upper bound.
 3. Repeat on the residual network until s is 0. Then the sum of the flows is a maximum flow, and the residual network gives the cut.
 
-`heaviest_closure` uses one such cut to choose among items that have a gain or a cost, and of which some require others.
+`heaviest_closure` uses a minimum cut to choose items with the largest total gain, if an item may have a cost or require other items.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ SOURCE, SINK = 0, 1
 INFINITE = -1
 """Capacity of an arc that must not be cut."""
 _BITS = 29
-"""Scaled capacities stay below 2 to this power, so that the sum over an arc and its reverse fits int32. Each stage leaves at most one unit
-of its scale on each arc of the cut, so that the bound shrinks for any network of fewer than 2^28 arcs."""
+"""Scaled capacities stay below 2 to this power, so that the sum over an arc and its reverse fits int32. A stage rounds each capacity down
+by less than 2^s, so the missing flow shrinks in each stage if the network has fewer than 2^28 arcs."""
 
 
 class Contradiction(AmpRewriteError):
@@ -72,9 +72,9 @@ class Network:
         `maker` is the vertex of the op that makes the value, and `readers` are the vertices of the ops that read it. With `outwards`, a
         reader on the source's side needs the copy if the maker is on the sink's side. Without `outwards`, the two sides are exchanged.
 
-        Return the vertex that stands for the copy. It is on the same side as the readers that need the copy. Let `end` be the source with
-        `outwards`, otherwise the sink. The result is `end` if `end` is a reader or nothing has to be paid, the reader if there is only one
-        reader, and otherwise a new vertex. `named` asks for a new vertex in all cases, except if `end` is a reader.
+        Return the vertex that stands for the copy. It is on the same side as the readers that need the copy. Usually it is a new vertex, or
+        the reader if there is only one. With `named`, it is a new vertex even then. But it is the source (with `outwards`) or the sink
+        (without) if that is itself a reader, or, without `named`, if nothing has to be paid.
         """
         always, ends = SOURCE if outwards else SINK, set(readers) - {maker}
         if not named and not (ends and cost):

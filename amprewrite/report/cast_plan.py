@@ -25,7 +25,7 @@ from amprewrite.tables.vocabulary import Colour, Reason
 
 @dataclass(frozen=True)
 class CastPlan(ModelPlan):
-    """The plan of a model: the format of every node, and all casts. It has one region (`RegionPlan`) for each captured graph.
+    """The plan of a model: the format of every node, and all casts. Each captured graph and subgraph has one region (`RegionPlan`).
 
     The colour of a node is low (bf16 or fp16), high (fp32) or plain (no fp32 value). `print(plan)` lists every node. `summary()` counts
     nodes and casts. `explain(name)` explains a node or a module. `edit()` returns a copy with other colours. `diff(other)` lists

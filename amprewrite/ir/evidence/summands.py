@@ -40,8 +40,7 @@ class Factor:
     def is_small(self, beside: Factor) -> bool:
         """True if a summand with this factor is small next to a value with the factor `beside`: at most SMALL times as large.
 
-        A schedule (a value known only at run time, see `Factor`) counts as a small number. So the result is also True if this factor has a
-        schedule that `beside` lacks.
+        The result is also True if this factor has a schedule that `beside` lacks. Schedules (see `Factor`) count as small numbers.
         """
         return not self.schedules <= beside.schedules or abs(self.number) <= SMALL * abs(beside.number)
 
@@ -55,9 +54,9 @@ def summands(
 ) -> dict[str, Factor]:
     """Return {name of a summand: its factor} for a call of `op` with the arguments `given`; {} if the call is not known to be linear.
 
-    `factor(argument, use)` returns the factor by which an argument scales a summand: the argument itself for the use "", its reciprocal for
-    "divided by", one minus the argument for "rest". It returns None for other data, such as an activation that is multiplied by another.
-    `name(argument)` returns the name of a tensor; "" for other arguments. `scale` multiplies the second summand, as `alpha` of `add` does.
+    `factor(argument, use)` returns an argument as a `Factor`: the argument itself for the use "", its reciprocal for "divided by", and one
+    minus the argument for "rest". It returns None for an argument that is no number or schedule, such as an activation. `name(argument)`
+    returns the name of a tensor; "" for other arguments. `scale` multiplies the second summand: `alpha` of `add`, `value` of `addcmul`.
     """
     first, second, third = (*given[:3], None, None, None)[:3]
     one, minus = Factor(), Factor(-1.0)

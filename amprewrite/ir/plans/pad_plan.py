@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 Factors = tuple[tuple[int, int], ...]
-"""The axes of one dim from outer to inner, each as (extent without padding, extent with padding). For example, ((3, 3), (100, 104)) is a
-dim of 300 elements in three chunks of 100, each padded to 104."""
+"""The axes into which views split one dim, outer to inner, each as (extent without padding, extent with padding). For example, a dim of 300
+elements in three chunks of 100, each padded to 104, is ((3, 3), (100, 104))."""
 Layout = tuple[tuple[int, Factors], ...]
 """The padded dims of one tensor as (dim, its factors), in order of the dims; () if no dim is padded."""
 
@@ -17,7 +17,7 @@ KINDS = ("pad", "slice", "re-pad", "weight", "weight copy")
 
 
 def extents(factors: Factors) -> tuple[int, int]:
-    """Return (size without padding, size with padding) of a dim: (300, 312) if the axes that it consists of are ((3, 3), (100, 104))."""
+    """Return (size without padding, size with padding) of the dim with the axes `factors`: (300, 312) for ((3, 3), (100, 104))."""
     return math.prod(n for n, _ in factors), math.prod(m for _, m in factors)
 
 

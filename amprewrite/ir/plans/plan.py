@@ -29,7 +29,7 @@ class NodePlan:
     op: str
     """ATen base name, such as "linear". The command `amprewrite lists` prints all names."""
     colour: Colour
-    """low, high or plain. This is the one key that users edit."""
+    """low, high (fp32) or plain (no fp32 value, so it is never cast). This is the one key that users edit."""
     reason: Reason
     """Why the node has this colour. In JSON, the name of a member of `amprewrite.tables.vocabulary.Reason`."""
     because_of: str = ""
@@ -78,7 +78,7 @@ class Cast:
     users: tuple[str, ...]
     """Names of the nodes that read the copy; "output" for a result of the graph."""
     saturate: bool = False
-    """Whether the value is clamped to the format's range before the cast: it may hold a mask with finite numbers beyond this range."""
+    """Whether the value is clamped to the format's range before the cast, so that finite numbers of a mask do not become infinite."""
     weight: bool = False
     """Whether the value is a parameter, or a constant of an ONNX file."""
     write_version: int = 0
@@ -133,7 +133,7 @@ PRODUCTS = ops_with(Trait.READS_FP8)
 LEFT = "left in fp32: "
 """Start of the note of a region (the plan of one graph) that runs in fp32 as a whole; the reason follows."""
 FLUSHES = "computes in the low format itself, in a backward that the user wrote, on gradients that are not scaled: small ones become zero"
-"""The note of a subgraph whose small gradients become zero although the loss is scaled."""
+"""The note of a subgraph in which small gradients become zero, because the loss scale does not reach the gradients inside it."""
 
 
 @dataclass(frozen=True)
@@ -171,7 +171,7 @@ class RegionPlan:
     """The decisions about fp8. They are not written to JSON if fp8 was considered for no product."""
 
     def edited(self, *what: Edit) -> dict[str, Edit]:
-        """Return {name of an op: kind of its edit}. `what` selects kinds, such as `Edit.WIDE_PRODUCT`; edits that are off are left out."""
+        """Return {name of an op: kind of its edit} for all edits of the kinds `what`, such as `Edit.WIDE_PRODUCT`, that are not off."""
         return {edit.node: edit.what for edit in self.edits if edit.on and edit.what in what}
 
     def flat(self, name: str) -> tuple[RegionPlan, ...]:
@@ -198,7 +198,7 @@ class RegionPlan:
 
 @dataclass(frozen=True)
 class ModelPlan:
-    """The plan of a model, with one region for each captured graph.
+    """The plan of a model, with one region for each captured graph, and for each subgraph inside it.
 
     `to_json()` and `from_json()` round-trip exactly, `edit()` changes colours, `diff(other)` lists differences. Users get a `CastPlan`, a
     subclass that can also print, explain and draw itself.
@@ -244,7 +244,7 @@ class ModelPlan:
     def find(self, name: str) -> tuple[NodePlan, ...]:
         """Return the nodes named `name`, with or without "region/". If there are none, return the ops of the module with the path `name`.
 
-        Ops of its submodules are included. Raises PlanError, with similar names, if there is neither, and if `name` is no string.
+        Ops of the module's submodules are included. Raises PlanError for an unknown name, with similar names, and if `name` is no string.
         """
         if not isinstance(name, str):
             raise PlanError(f"a node or a module is named by a string, not by one {type(name).__name__}; print(plan) lists all nodes")
@@ -292,11 +292,11 @@ class ModelPlan:
     def edit(self, colours: Mapping[str, str]) -> Self:
         """Return a copy in which nodes, or all ops of modules, have other colours: `{"softmax_2": "high", "encoder.layer.0": "low"}`.
 
-        In a bf16 plan, "wide" makes matrix products round their operands to bf16 and keep their results in fp32. In a plan without fp8
-        products, "fp32" also means "high", and the name of the low format, such as "bf16", also means "low". In a plan with fp8 products,
-        "fp8" and the low format's name say in which format products read their operands, and a key may be a single GEMM, such as
-        "linear_3.grad_weight". Casts and copies are computed anew when the plan is applied: `rewrite(model, plan=plan.edit(...))`. Nodes
-        without an fp32 value do not change. Raises PlanError for an unknown name or colour, and for a name without nodes that could change.
+        In a plan without fp8 products, "fp32" also means "high", and the low format's name, such as "bf16", means "low". In a plan with fp8
+        products, "fp8" and the low format's name give the format of a product's operands, and a key may be one of its GEMMs, such as
+        "linear_3.grad_weight". In a bf16 plan, "wide" makes matrix products round their operands to bf16 and keep their results in fp32.
+        `rewrite(model, plan=plan.edit(...))` computes casts, pads and fp8 copies anew. Nodes without an fp32 value do not change. Raises
+        PlanError for an unknown name or colour, and for a name without nodes that could change.
         """
         if not isinstance(colours, Mapping):
             raise PlanError(f"edit() takes a dict such as {{'linear': 'high'}}, not one {type(colours).__name__}")
@@ -474,7 +474,7 @@ P = TypeVar("P", bound=ModelPlan)
 
 
 def _decode_plan(kind: type[P], data: dict[str, Any]) -> P:
-    """Return the plan in parsed JSON as an object of the class `kind`. Raises BadData that names the field if a field is invalid."""
+    """Return the plan in `data`, which was parsed from JSON, as a `kind` object. If a field is invalid, raises BadData that names it."""
     plan: P = build(kind, data, names=frozenset({Reason, ProductReason}))
     plan = replace(plan, regions=tuple(replace(region, bodies=()) for region in plan.regions))
     _no_twice("regions", [region.name for region in plan.regions])

@@ -88,7 +88,7 @@ class QuantisedCopy:
     """One fp8 copy of a value, made once for all GEMMs that read it."""
 
     value: str
-    """Name of the node whose result, or whose result's gradient, is copied."""
+    """Name of a node. The copy is of the node's result or, if `role` is "g", of the gradient of its result."""
     to: str
     """Format name: "e4m3" or "e5m2"."""
     scales: str

@@ -84,7 +84,7 @@ class Policy:
     lists: str | OpLists = "default"
     overrides: tuple[Override, ...] = ()
     keeps_copies: bool = False
-    """Whether calls without gradients keep the low copies of weights for the next call, so that casts of weights have no price there."""
+    """Whether calls without gradients keep the low copies of weights for the next call, so that casts of weights are free in such calls."""
     device: str = ""
     """Name of the device for which to plan, from `amprewrite.tables.devices.NAMED`; "" for the device at hand."""
     measure: bool = False
@@ -92,8 +92,8 @@ class Policy:
     memory: float = 0.0
     """Price in seconds of one byte of activations that is kept for the backward."""
     parity: float | None = None
-    """Weight of a training step, from 0 to 1, in prices that all graphs of a model share. A pass without gradients has the weight
-    1 - parity. None if each graph has its own prices: of a training step if gradients are on, otherwise of a pass without gradients."""
+    """Weight of training, from 0 to 1, in prices that all graphs share: parity * (price of a training step) + (1 - parity) * (price of a
+    pass without gradients). None if each graph has its own: of a training step if gradients are on, otherwise of a pass without them."""
     products: ProductPolicy | None = None
     """Rules for low products that may read fp8 copies of their operands; None if no product may."""
     may_decline: bool = False
@@ -157,8 +157,8 @@ class ProductRule:
     """One entry of `products=`: a pattern that selects GEMMs, and whether they run in fp8 or in the low format.
 
     For GEMMs that a rule sends to fp8, three checks are skipped: whether the device has fp8 units, whether fp8 saves time, and whether the
-    results are logits or choose something, such as an expert. A rule for fp8 has no effect on products that stay fp32, on sizes that fp8
-    kernels do not take, and on GEMMs that the preset's recipe never runs in fp8.
+    result is used as logits or for a choice, such as a router's choice of experts. A rule for fp8 has no effect on products that stay fp32,
+    on sizes that fp8 kernels do not take, and on GEMMs that the preset's recipe never runs in fp8.
     """
 
     key: str
@@ -188,7 +188,7 @@ class ProductPolicy:
     fused: bool = False
     """Whether a compiler runs the graphs, and fuses the amax and the cast of each fp8 copy with the ops around them."""
     kernel: bool = True
-    """Whether prices assume that, without a compiler, amprewrite's own Triton kernel makes the fp8 copies."""
+    """Whether prices of graphs without a compiler assume that amprewrite's own Triton kernel makes the fp8 copies."""
 
     @property
     def preset(self) -> Preset:

@@ -2,9 +2,9 @@
 
 1. Axes: dims that have the same meaning, such as the hidden size, share an axis. At first every dim has a separate axis. The padding rules
    of the ops join axes, and views split them.
-2. Wants: if an axis gives a low matrix product an unaligned size, a padded extent is computed for the axis.
+2. Wants: a dim of a low matrix product that has an unaligned size is a want. A padded extent is computed for one or more of its axes.
 3. Cut: a minimum s–t cut chooses which ops to pad along which axes. Padded ops are on the source's side. A product that stays unaligned
-   costs time. So does the pad or slice between a padded and an unpadded op. Readers of a value share a pad or slice.
+   costs time. So does the pad or slice between a padded and an unpadded op, once for all readers of a value.
 4. Content: walk the graph. If padding would hold numbers that the next op cannot take, cut the padding off before that op and start again.
 """
 
@@ -73,14 +73,14 @@ class Regions:
     axes: Axes = field(default_factory=Axes)
     of_value: dict[str, list[int]] = field(default_factory=dict)
     of_use: dict[tuple[str, str], list[int]] = field(default_factory=dict)
-    """The axis of each dim of a value: as the value is made (`of_value`), and as a reader takes it (`of_use`, by (value, reader)).
-    Both are the same unless the pair (value, reader) is in `barriers`. The reader then has separate axes."""
+    """By (value, reader): the axis of each dim of the value as the reader takes it. `of_value` has the axes of the value as it is made.
+    The axes are the same, unless the pair (value, reader) is in `barriers`. Then the reader has separate axes."""
     group: DisjointSets[Place] = field(default_factory=DisjointSets)
     """Joins the dims of a call that are padded together. Dims that may not be padded are absent."""
     fixed: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
     """By call: axes that the call's rule never pads, such as the 3 in a dim of three chunks, or the 4 in the four gates of an LSTM."""
     extent: dict[int, int] = field(default_factory=dict)
-    """By axis that some op wants padded: its extent with padding."""
+    """For each axis that a matrix product wants padded: its extent with padding."""
     padded: set[Variable] = field(default_factory=set)
     """The variables (group of dims, axis) for which the cut chose padding."""
     content: dict[str, Content] = field(default_factory=dict)
@@ -230,9 +230,9 @@ class Regions:
     def _choose(self, want: Want, leaves: Sequence[int], units: dict[int, int]) -> None:
         """Choose which axes to pad in a dim that a view merged from the axes `leaves`. Write the choice to `want.leaves` and `units`.
 
-        `units` maps each padded axis to the multiple to which its size is rounded up. If this already makes the size of the whole dim a
-        multiple of `want.unit`, nothing is added. Otherwise one axis gets a new or a larger multiple. Three criteria choose the axis, in
-        this order: no rule fixes its extent (`fixed`); it is padded already; it grows least.
+        `units` maps each padded axis to the multiple to which its size is rounded up. If these multiples already make the size of the whole
+        dim a multiple of `want.unit`, nothing is added. Otherwise one axis gets a new or a larger multiple. Three criteria choose the axis,
+        in this order: no rule fixes its extent (`fixed`); it has a multiple already; it grows least.
         """
         grown = {leaf: -(-self.size_of(leaf) // units.get(leaf, 1)) * units.get(leaf, 1) for leaf in leaves}
         counted = set(self.axes.leaves([axis for axes in self.fixed.values() for axis in axes]))
@@ -318,9 +318,9 @@ class Regions:
     def _edges(self) -> dict[tuple[int, str, int], tuple[Variable | None, list[tuple[str, Variable | None]]]]:
         """Return the choices of the cut for each value and each axis that a matrix product wants padded.
 
-        The result is {(dim, value, axis): (variable of the op that makes the value, [(reader of the value, its variable)])}. A variable is
-        a yes-or-no choice: whether to pad the op in this dim along this axis. It is None if the op must not be padded there. It is also
-        None for a reader in `barriers`, which gets the value without padding.
+        The result is {(dim, value, axis): (choice for the op that makes the value, [(reader of the value, choice for the reader)])}. Each
+        choice is the yes-or-no `Variable` that says if the op is padded in this dim along this axis. It is None if the op must not be
+        padded there, and for a reader in `barriers`, which gets the value without padding.
         """
         found: dict[tuple[int, str, int], tuple[Variable | None, list[tuple[str, Variable | None]]]] = {}
         readers: dict[str, list[str]] = defaultdict(list)
@@ -344,7 +344,7 @@ class Regions:
     def _behind_barriers(self) -> list[tuple[str, Variable]]:
         """Return (value, `Variable`) for each dim in which a reader listed in `barriers` may be padded.
 
-        Such a reader gets the value without padding. The `Variable` is the cut's yes-or-no choice to pad the value anew, at a price.
+        Such a reader gets the value without padding. The `Variable` is the cut's choice whether to pad the value for it again, at a price.
         """
         return [
             (value, variable)
@@ -355,7 +355,7 @@ class Regions:
         ]
 
     def want_size(self, call: str, slot: Slot, dim: int) -> int:
-        """Return the size without padding of a dim that the rule of `call` wants aligned; 64 as a guess if it is symbolic or unknown.
+        """Return the size without padding of a dim that the rule of `call` wants aligned; 64 if the size is symbolic or unknown.
         `slot` is the name of an operand or the index of a result, and `dim` a dim of this operand or result."""
         axis = self._axes_of(self.calls[call], slot, dim)
         size = 64 if axis is None else self.axes.size(axis)
@@ -412,7 +412,8 @@ class Regions:
         """Compute the numbers in the padding of all values. Return False if an op cannot take the numbers in the padding of its operands.
 
         For example, the op would divide by zeros. The operand is then recorded in `barriers`, so that its padding is cut off before the op.
-        If this is not possible or did not help, the op is recorded in `refused`, and is never padded. After False, `cut` must choose again.
+        If the padding was cut off before, or no single operand is the cause, the op is recorded in `refused`, and is never padded. After
+        False, `cut` must choose again.
         """
         self.content, sound = {}, True
         layouts: dict[str, Layout] = {}

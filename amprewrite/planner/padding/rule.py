@@ -6,12 +6,13 @@ of a few elements, for the op's Tensor Core kernel. *Content*: the numbers in th
 
 The content is a number if all padding holds that number: 0.0 in weights, in pads and after ops that map zero to zero, 0.5 after a sigmoid.
 It is MIXED if the padding holds finite and small, but different numbers. If an op would make the content or a gradient infinite, NaN or
-large, as a square root does at zero, its rule raises Hazard: the padding is sliced off before the op. A matmul may sum over padding if
-its weight is zero there and the other operand finite, or, for two activations, if both are zero. So gradients of padding are always zero:
-the backward of a slice returns zeros, and so does the backward of such a matmul.
+large, as a square root does at zero, its rule raises Hazard: the padding is sliced off before the op. A matmul may sum over padding in
+two cases: its weight is zero there and the other operand is finite, or both operands are activations that are zero there. So gradients of
+padding are always zero: the backward of a slice returns zeros, and so does the backward of such a matmul.
 
-A factor that is broadcast along the padded dim may be infinite after an overflow. It then makes NaN of the zeros in the padding, but also
-infinity or NaN of all other elements there. A divisor may be zero without an overflow, so where one is broadcast, values are not padded.
+A factor that is broadcast along a padded dim may be infinite after an overflow. Zeros in the padding times this factor are NaN. They do no
+harm, because the other elements along the dim become infinite or NaN as well. A divisor may be zero without
+an overflow, so a dim along which a divisor is broadcast is not padded.
 
 The rules follow XLA's DynamicPadder (service/dynamic_padder.cc) for the ops that it knows. Each Hazard was verified by a measurement.
 
@@ -147,7 +148,7 @@ def aligned(view: View, rule: Rule, refs: Sequence[Any], out: Shape) -> None:
 
     Each dim of the result is tied to the same dim, counted from the right, of every operand that is not broadcast along it. A dim gets no
     tie, and so no padding, in three cases: its size is 1; or a floating operand has a size there that is neither 1 nor the result's size;
-    or a non-floating operand, such as a boolean mask, is not broadcast along the dim and cannot be padded.
+    or a non-floating operand, such as a boolean mask, is not broadcast along the dim. (Such operands cannot be padded.)
     """
     rule.pointwise = True
     for back in range(1, len(out) + 1):

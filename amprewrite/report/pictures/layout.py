@@ -134,7 +134,7 @@ def _collect(found: Nest, branch: _Branch, parent: int, path: str, label: str) -
 
 
 def _meeting(way: list[int], other: list[int]) -> tuple[int, int, int]:
-    """Find the innermost box around both ends of an edge. Return its id, and the ids of its two parts that contain the ends.
+    """Find the innermost box around both ends of an edge. Return the ids of this box and of the two parts of it that contain the ends.
 
     `way` and `other` are the paths of the two ends: ids from the op outwards to the root box (`Nest.path_of`).
     """
@@ -342,7 +342,7 @@ def _columns(heights: list[float], broad: float) -> list[range]:
 def _apart(layer: list[int], want: list[float], width: dict[int, float]) -> list[float]:
     """Return the x of the middle of each item in a layer, close to the wanted x in `want`. Items are moved apart so that none overlap.
 
-    Each x is the mean of two packings, one from the left and one from the right. `width` has the width of each item, by id.
+    The result is the mean of two layouts, in which items move only to the right or only to the left. `width` has their widths, by id.
     """
     from_left, right = [], float("-inf")
     for item, x in zip(layer, want, strict=True):

@@ -3,7 +3,7 @@
 In DOT text, modules are clusters and casts are diamonds. Model Explorer makes its own graph of the model, and shows each op's format on it.
 Node data (https://github.com/google-ai-edge/model-explorer/wiki/6.-Develop-Custom-Node-Data) is a JSON object with `results` by node id.
 Values are words such as "bf16", so that a module shows how many of its ops run in each format. Model Explorer finds a node by its id
-or by the name of its output tensor. A plan names nodes as the planned ONNX file does, or as an exported program with the same ops would.
+or by the name of its output tensor. These match a plan's names in the planned ONNX file, and in an exported program with the same ops.
 """
 
 from __future__ import annotations

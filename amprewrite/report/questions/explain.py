@@ -6,10 +6,10 @@ If the whole plan is explained, heavy ops (matmuls and convolutions) that stay f
 and evidence) from which the passes decided it. Deciding is a pure function of that problem and takes milliseconds. So each change is
 tried by deciding again, and every answer is checked:
 
-1. `forced` overrides the node itself, and compares the new plan with the old: other nodes that change colour, and the numbers of casts.
-2. `cause` looks for a small set of other nodes whose override also changes this node. It tries the cause that the plan records, then
-   denied ops upstream, then the nearest nodes of the same colour: first one by one, then several together. Nodes that turn out not to
-   be needed are dropped.
+1. `forced` overrides the node itself, and compares the new plan with the old: other nodes that change colour, casts, and predicted time.
+2. `cause` looks for a small set of other nodes whose override also changes this node. It tries the cause that the plan records, then ops
+   on the deny list upstream if one is the reason, then the nearest nodes of the same colour: first one by one, then several together.
+   Nodes that turn out not to be needed are dropped from the set.
 
 `decided_after` finds the pass that decided each node's colour. It records the colours that each deciding pass changes.
 """
@@ -174,10 +174,10 @@ def _count(number: int, word: str, words: str = "") -> str:
 
 
 def conditions(node: NodePlan, low: str) -> str:
-    """Return the condition under which `node` would have its other colour (low or high). The recorded reason implies the condition.
+    """Return the condition, which follows from the recorded reason, under which `node` would have its other colour (low or high).
 
-    The text completes the sentence "it would run low …" or "it would run high …" (in fp32). It is "" if the reason implies no condition,
-    as when the colours of neighbours decide. `low` names the low format.
+    The text completes the sentence "it would run low …" or "it would run high …" (in fp32). It is "" if no condition follows from the
+    reason, as when the colours of neighbours decide. `low` names the low format.
     """
     text = _CONDITIONS.get(node.reason, "")
     return text.format(op=node.op, name=node.name, detail=node.detail, low=low, source=node.source or "its line")
@@ -262,7 +262,7 @@ class Progress:
     casts: int
     """Number of casts that are planned so far."""
     edits: int
-    """Number of edits of single ops (changes other than casts) that are planned so far."""
+    """Number of edits of single ops (changes other than casts and pads) that are planned so far."""
 
 
 def decided_after(plan: ModelPlan, name: str) -> tuple[Progress, ...]:

@@ -17,7 +17,7 @@ from amprewrite.planner.padding.rule import BROADCAST, Content, Contents, Hazard
 def reduction(view: View) -> Rule:
     """Return the padding rule of sums and means over some dims. The other dims may be padded. A sum over all dims is never padded.
 
-    Summed dims keep their unpadded size. To slice a padded operand to this size costs little: the slice is a view, and runs no kernel.
+    Summed dims keep their unpadded size: a padded operand is sliced, which runs no kernel. Padding of the other dims must hold zeros.
     """
     call = view.call
     source, dims = call.get(0, "input", call.kwargs.get("self")), call.get(1, "dim")

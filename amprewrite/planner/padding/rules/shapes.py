@@ -253,8 +253,8 @@ def select(view: View) -> Rule:
 def chunks(view: View) -> Rule:
     """Return the padding rule of chunk, split and unbind. All dims but the cut dim may be padded.
 
-    The cut dim may be padded as well in two cases: the sizes of all pieces of a split are multiples of the smallest, or chunk gives equal
-    pieces, as many as the call asks for. Each piece is then padded.
+    The cut dim of a split may be padded if the sizes of all pieces are multiples of the smallest, and the cut dim of a chunk if the call
+    gives as many pieces as it asks for, all equal. Each piece is then padded.
     """
     call = view.call
     source = call.get(0, "input", call.kwargs.get("self", call.kwargs.get("tensor")))
