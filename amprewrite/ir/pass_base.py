@@ -111,7 +111,7 @@ class Problem:
     scale_loss: bool = False
     """Whether loss scaling is built into the graph."""
     inside_scaled: bool = False
-    """Whether loss scaling is built into a graph around this one."""
+    """Whether this graph is a subgraph of a graph into which loss scaling is built."""
     kept_high: tuple[Reason, str] | None = None
     """Set if this graph is the body of an op, such as a loop, and stays fp32 as a whole: (reason, name of the op). Otherwise None."""
     fold_masks: Literal["", "fixed", "any"] = ""

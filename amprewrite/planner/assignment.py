@@ -209,10 +209,9 @@ class _Search(PricedNetwork):
     def _second_bound(self, mixer: _Mixer, fixed: dict[int, bool]) -> tuple[list[tuple[int, int, int]], int]:
         """Return the change of the network that replaces the first bound of rule 3 by the second bound for one op, `mixer`.
 
-        The change is a pair: arcs (tail, head, capacity) to add to the network, and a number to add to the cost of a cut. With the second
-        bound, an op that is high while all its operands are low pays for the cast of one operand, its anchor. `fixed` holds the vertices
-        whose colour the search has fixed: True for low. If an operand other than the anchor is fixed to high, the pair is ([], 0): no cast
-        is needed.
+        Return (arcs (tail, head, capacity) to add to the network, number to add to the cost of a cut). With the second bound, an op that
+        is high while all its operands are low pays for the cast of one operand, its anchor. `fixed` holds the vertices whose colour the
+        search has fixed: True for low. If an operand other than the anchor is fixed to high, the result is ([], 0): no cast is needed.
         """
         if any(fixed.get(other) is False for other in mixer.others):
             return [], 0

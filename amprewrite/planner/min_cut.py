@@ -29,7 +29,7 @@ INFINITE = -1
 """Capacity of an arc that must not be cut."""
 _BITS = 29
 """Scaled capacities stay below 2 to this power, so that the sum over an arc and its reverse fits int32. A stage rounds each capacity down
-by less than 2^s, so the missing flow shrinks in each stage if the network has fewer than 2^28 arcs."""
+by less than 2^s. So in a network of fewer than 2^28 arcs, the flow that is missing after a stage is below the bound of that stage."""
 
 
 class Contradiction(AmpRewriteError):

@@ -138,9 +138,9 @@ def _modules(plan: ModelPlan) -> list[list[Any]]:
 def _flips(plan: ModelPlan, drawing: Drawing, seconds: float) -> dict[str, list[str]]:
     """Return {node: sentences on changes that would give the node its other colour (low or high)}.
 
-    The changes are found by planning the graph anew, for at most `seconds` in all. High nodes are tried before low nodes, and in both
-    groups nodes next to casts are tried first. A node for which no time is left gets at most one sentence, which follows from its recorded
-    reason, such as "it would run low in bf16".
+    The changes are found by planning the graph anew, for at most `seconds` in all. High nodes are tried before low nodes. Among the
+    high nodes, and among the low, nodes next to casts come first. A node for which no time is left gets at most one sentence, which follows
+    from its recorded reason, such as "it would run low in bf16".
     """
     until = time.monotonic() + seconds
     asked = {region.name: WhatIf.of(region) for region in plan.regions} if seconds > 0 else {}

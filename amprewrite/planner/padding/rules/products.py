@@ -221,7 +221,7 @@ def einsum(view: View) -> Rule:
 
 
 def embedding(view: View) -> Rule:
-    """Return the padding rule of an embedding. The features may be padded.
+    """Return the padding rule of an embedding. The features may be padded, unless the op has a `max_norm` or sparse gradients.
 
     The table may also get further rows, because they are never looked up. The exception is a table with a negative `padding_idx`, which
     counts from the table's end.
