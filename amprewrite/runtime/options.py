@@ -6,8 +6,8 @@ A part is a submodule that is captured separately. `granularity=` chooses the pa
 2. granularity="blocks": each block is a part. A block is a module with submodules, in an nn.ModuleList, nn.Sequential or
    nn.ModuleDict that holds another module of the same class. Of blocks inside blocks only the outermost are parts.
 3. granularity=[patterns]: each module whose path matches one of these shell patterns is a block.
-4. Other modules with parameters, such as an embedding or a head, are parts too if there are blocks: each outermost module that is
-   outside of all blocks and holds none.
+4. If there are blocks, other modules with parameters, such as an embedding or a head, are parts, too: each outermost module that is
+   outside of all blocks and contains no block.
 
 Hooks on a part run outside its graph. FSDP2 needs this, because its hooks gather the weights of a block just before the block runs.
 Code between the parts is not captured. It runs as written, in fp32.
@@ -148,8 +148,8 @@ class Options:
     overrides: tuple[Override, ...] = ()
     backend: str | Callable[..., Any] = "eager"
     cache_weights: bool | str = True
-    """True: a graph casts each weight where it reads the weight; but calls without gradients in `frozen_weights()` or `generate()` share
-    low copies. "step": like True, and all eager graphs keep copies until an optimizer steps. False: no copy is kept."""
+    """True: each call casts the weights anew, except calls without gradients in one `frozen_weights()` or `generate()`, which share low
+    copies. "step": copies are kept until an optimizer steps, except in compiled graphs with gradients. False: no copy is kept."""
     strict: bool = False
     given: ModelPlan | None = None
     """A plan that the rewrite follows, for instance a saved one; None: the rewrite makes a plan."""
@@ -166,15 +166,15 @@ class Options:
     memory: float = 0.0
     """Price, in seconds, of each byte of activations that is kept for backward; 0: plan for speed alone."""
     parity: float | None = 1.0
-    """A number from 0 to 1: all graphs share one plan. Its cost is an average, in which a training step has this weight and a pass without
-    gradients has the rest. None: each graph has its own plan."""
+    """A number w from 0 to 1: all graphs share one plan. Its cost is w times the cost of a training step plus 1 - w times the cost of a
+    pass without gradients. None: each graph has its own plan."""
     pad: PadPolicy = field(default_factory=PadPolicy)
     products: ProductPolicy | None = None
     """Rules for the products (matmuls) that may read fp8 copies of their operands; None: no product runs in fp8."""
     frozen: tuple[str, ...] | None = None
     """Names of the fp32 parameters that took gradients before the model was frozen; None: the model is not frozen."""
     agreed: Agreed = NOTHING_AGREED
-    """The colours (low or high) of ops in a frozen model, which its copies take over: the stored weights do not show these colours."""
+    """In a copy of a frozen model, the colours (low or high) of the original's ops, which stored weights do not show; otherwise empty."""
 
 
 def policy_on(row: Device, options: Options, note: Callable[[str], None], kept: bool, products: ProductPolicy | None) -> Policy:

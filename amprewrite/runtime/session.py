@@ -155,7 +155,7 @@ class Session(GraphRewriter):
             check(entry.path, entry.place, whole)
 
     def _begin_forward(self, entry: Entry, recomputes: bool, given_up: int) -> None:
-        """Prepare an outermost call: redirect calls of new submodules, count the forward, drop overflow flags of discarded gradients.
+        """Prepare an outermost call: redirect new submodules, count the forward, drop overflow flags of gradients that no step used.
 
         `recomputes`: a backward makes the call to repeat a forward (activation checkpointing). `given_up`: number of frames that Dynamo
         failed to capture before this call.
@@ -295,8 +295,8 @@ class Session(GraphRewriter):
     def _check_products(self) -> None:
         """Raise PolicyError if a rule of `products=` matches no node, or if no matmul runs in fp8.
 
-        The second error is raised only if the device can multiply fp8, or if the preset asks for fp8 at any price. If the user asked for
-        an accuracy, which may keep every matmul in fp32, the plan gets a note instead of this error.
+        The second error is raised only if the device can multiply fp8, or if the preset asks for fp8 even where it costs time. If the user
+        asked for an accuracy, which may keep every matmul in fp32, the plan gets a note instead of this error.
         """
         asked = self.options.products
         if asked is None or self.policy.products is None:

@@ -138,7 +138,7 @@ class CapturedModules(nn.Module):
     def _named_members(
         self, get_members_fn: Callable[[nn.Module], Any], prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, Any]]:
-        """Yield (name, member): members of `tops`, then loose parameters. PyTorch's `named_parameters` and `named_buffers` call this."""
+        """Yield (name, member): members of `tops`, then other captured parameters. `named_parameters` and `named_buffers` call this."""
         yield from self._walk(nn.Module._named_members, get_members_fn, remove_duplicate=remove_duplicate)
         loose = nn.Module()
         for number, ref in enumerate(self._loose):

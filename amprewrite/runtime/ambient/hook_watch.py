@@ -1,8 +1,8 @@
 """Watch for changes of hooks on modules. Dynamo captures the hooks of submodules in its graphs, but by default adds no guards on them.
 
-1. Code that Dynamo captured for one module runs for all modules of the same class. If these modules may differ in hooks (`may_differ`),
-   Dynamo is set to guard on hooks. Such guards cost almost a microsecond for each module in each call. So a model without hooks gets no
-   guards on hooks, and a HookWatch finds out when hooks are added.
+1. Code that Dynamo captured for one module runs for all modules of the same class. Dynamo is set to guard on hooks only if these modules
+   may differ in hooks (`may_differ`), because such guards cost almost a microsecond for each module in each call. A model without hooks
+   has no guards on hooks. A HookWatch finds out when hooks are added to it.
 2. One counter of PyTorch numbers the hooks of modules and of tensors. A HookWatch searches all modules for new hooks if this counter has
    risen. This package itself sets hooks on tensors in every training forward. A HookWatch does not count them, so they cause no search.
 """
@@ -82,7 +82,7 @@ def _places(root: nn.Module) -> list[dict[int, Any]]:
 
 
 def may_differ(root: nn.Module) -> bool:
-    """True if modules of one class may differ in hooks: a module below `root` has hooks, or an unregistered module may have some."""
+    """True if modules of one class may differ in hooks: a module below `root` has hooks, or an attribute holds an unregistered module."""
     return any(_places(root)) or _holds_unlisted(root)
 
 
@@ -136,8 +136,8 @@ def call_with_own_hooks(module: nn.Module, args: tuple[Any, ...], kwargs: dict[s
     """Call `module` with its own forward hooks but without global module hooks, and return its result.
 
     Dynamo captures this function instead of `__call__` for each submodule in a captured graph, so that global hooks do not become part of
-    the graph. If the process has no global hooks, the function calls PyTorch's own `_call_impl`. It does the same if the module has hooks
-    that run even after an exception in its forward (`always_call`). In this one case the global hooks run, too.
+    the graph. The function calls PyTorch's own `_call_impl` if the process has no global hooks, or if the module has hooks that run even
+    after an exception in its forward (`always_call`). With such module hooks the global hooks run, too.
     """
     if module._forward_hooks_always_called or not _global_hooks():
         return module._call_impl(*args, **kwargs)

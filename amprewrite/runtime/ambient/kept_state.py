@@ -47,8 +47,8 @@ _OUTERMOST = _Outermost()
 def random_state_kept(devices: Sequence[int] = ()) -> Iterator[None]:
     """Context manager that restores the random states of the CPU and of the CUDA `devices`, given by index.
 
-    If blocks of several threads overlap, the block that ends last restores the CPU state from before the first block. Otherwise a block
-    might restore a state that another block had changed.
+    If blocks of several threads overlap, the block that ends last restores the CPU state from before the first block. The state from
+    before the last block would be wrong, because a block that was already running may have changed it.
     """
     _OUTERMOST.enter()
     try:
@@ -99,7 +99,7 @@ def _version(tensor: torch.Tensor) -> int | None:
 
 
 def _is_equal(tensor: torch.Tensor, value: torch.Tensor) -> bool:
-    """True if both tensors hold the same values. NaN equals NaN: otherwise an unchanged tensor with NaN would be written."""
+    """True if both tensors hold the same values. NaN equals NaN, so `state_kept` does not write to unchanged tensors with NaN."""
     if value.is_floating_point() and value.element_size() == 1:  # `allclose` knows no fp8
         return torch.equal(tensor.view(torch.uint8), value.view(torch.uint8))
     may_be_nan = tensor.shape == value.shape and (value.is_floating_point() or value.is_complex())

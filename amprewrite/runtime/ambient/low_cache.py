@@ -1,7 +1,7 @@
 """Store the keys and values of `generate()` (the KV cache) in the low format, such as bf16, in which the attention of the model reads them.
 
 1. Only the model reads a cache that `generate()` makes. Before the first step the layers of the cache get a class that stores rounded
-   tensors and returns fp32. Where the plan runs the attention low, both conversions vanish from the graph, so that no step casts the cache.
+   tensors and returns fp32. Where the plan runs the attention low, the graph needs neither of these two casts, so no step casts the cache.
 2. The cache rounds only values that the plan rounds anyway: if a graph reads keys or values in fp32, or if uncaptured code reads them, the
    layer stores fp32 again.
 3. If a layer still exists when the call of `generate()` ends, it gets its former class again, and stores fp32.
@@ -101,7 +101,7 @@ def _low_class(cls: type) -> type:
 
 
 def caches_of(value: Any) -> Iterator[Any]:
-    """Yield each KV cache with layers in `value`: `value` itself, and the two inner caches of an encoder-decoder model's cache."""
+    """Yield the KV caches that have layers: `value` itself, or its two inner caches if it is the cache of an encoder-decoder model."""
     if isinstance(getattr(value, "layers", None), list | tuple):
         yield value
     for name in _CACHES:
@@ -212,8 +212,8 @@ class CachesOfModel:
     def check(self, caches: LowCaches | None, plan: RegionPlan, anew: bool) -> None:
         """If a newly planned graph (`plan`) reads the low `caches` of the running call in fp32, keep the caches of later calls in fp32.
 
-        A graph without planned ops counts as such a graph. If `anew` is True, no code of the running call has run yet. Then also raise
-        CacheReadHigh, so that the call begins again with fp32 caches. Do nothing if `caches` is None or the user gave a plan.
+        A graph without planned ops stays fp32, and counts as one that reads them in fp32. If `anew` is True, the running call has run no
+        code yet: raise CacheReadHigh, and the call begins again with fp32 caches. Do nothing if `caches` is None or the user gave a plan.
         """
         if caches is None or self.given is not None or not (reads_high(plan) or not plan.nodes):
             return
@@ -229,7 +229,7 @@ def reads_high(plan: RegionPlan) -> bool:
 
 
 def _is_conversion(node: NodePlan) -> bool:
-    """True if a node casts keys or values to or from a low KV cache. The source line of such a node is in this file."""
+    """True if a node casts keys or values to or from a low KV cache. It is recognised by its source line, which is in this file."""
     return node.source.startswith(f"{_SOURCE}:")
 
 
@@ -254,7 +254,7 @@ def _mark_shared(value: Any) -> None:
     """If `value` is a KV cache, store on its keys and values the dims for which Dynamo may use one symbolic size if they are equal.
 
     These are the batch and length dims. But a batch of five and a length of five are equal only by chance, and differ after the next step.
-    Dims with such sizes are left out. `shared_sizes` reads the stored dims.
+    A dim is left out if its size equals that of a dim with another meaning. `shared_sizes` reads the stored dims.
     """
     batch, length = _IN_CACHE
     held = {tensor: {batch: "", length: kind} for layer, kind in _kinds(value) for tensor in _in_layer(layer)}

@@ -23,7 +23,7 @@ T = TypeVar("T")
 _KEPT = 2
 """Number of former values that a `Past` keeps. Two are enough: graphs are planned anew in first calls, and seldom later."""
 _CHANGES = 64
-"""Number of changes that a `CallsInRegions` keeps. A forward that calls a module inside and then outside of a region makes two changes."""
+"""Number of changes that a `CallsInRegions` keeps. A forward that calls a module inside an autocast region, then outside, makes two."""
 
 next_node = torch.autograd._get_sequence_nr
 """Return the number of the autograd node that this thread makes next. Autograd numbers its nodes in the order of their creation."""
@@ -59,7 +59,7 @@ class CallsInRegions:
 
     def __init__(self) -> None:
         self.changes: list[tuple[int, bool]] = []
-        """(number of the next autograd node, inside) at each call whose `inside` differs from the previous call."""
+        """(number of the next autograd node, True for inside) at each switch between calls inside and calls outside of a region."""
 
     def note(self, inside: bool) -> None:
         """Record a call of the module. `inside`: whether the call is inside an autocast region of the model."""
@@ -88,7 +88,7 @@ class Past(Generic[T]):
 
     def __init__(self) -> None:
         self._first = next_node()
-        """Number of the next autograd node when this object was made. Recomputations of earlier forwards get the present value."""
+        """Number of the next autograd node when this object was made. A recomputation of an earlier forward gets the present value."""
         self.before: list[tuple[int, T]] = []
         """The former values that are kept, each with the number of the first autograd node made after its replacement."""
 

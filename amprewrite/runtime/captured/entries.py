@@ -125,9 +125,9 @@ class Graphs:
     def _first_call(self, *args: Any, **kwargs: Any) -> Any:
         """Run a call in which Dynamo captures the module for the first time. Return its result, and check the captured graph.
 
-        After the call, the check runs the captured graph and the original model in fp32. If their results differ, it warns, or raises
-        CaptureError under `strict`. It is made under `strict`, or if the low format is or may be fp16. The call must be one of the whole
-        model that can be repeated on copies. No check is made in `generate()` or a backward, if the model is frozen, or if it has parts.
+        The check runs the captured graph and the original model in fp32 after the call. If their results differ, it warns, or raises
+        CaptureError under `strict`. A call is checked if `strict` is set or the low format is fp16, and if one graph ran the whole model on
+        inputs that can be copied. Calls in `generate()` or a backward are not checked, and no calls of a model after `amp.freeze()`.
         """
         session, state, options = self.entry.session, self.entry.session.state, self.entry.session.options
         looked_at = self.entry.captured and (options.strict or options.low is None or options.low.narrow)

@@ -62,8 +62,8 @@ class GraphRewriter(CallRecord):
     entries: dict[str, Entry] = field(default_factory=dict)
     checks: ReadChecks = field(default_factory=ReadChecks)
     children: dict[str, nn.Module | None] | None = None
-    """Children of the root at the latest search for modules that were added to the model. None if a graph was captured since: search again
-    after the running call."""
+    """Children of the root when modules that were added to the model were last searched for. A capture sets None: then the search is
+    repeated after the running call."""
 
     def __post_init__(self) -> None:
         self.cache, self.calibration = WeightCache(until_step=self.options.cache_weights == "step"), self.options.calibration
@@ -160,11 +160,10 @@ class GraphRewriter(CallRecord):
         self, module: torch.fx.GraphModule, inputs: Sequence[Any], name: str, entry: str, names: tuple[str, ...],
         training: bool | None = None, may_decline: bool = True, pad: PadPolicy | None = None, scale_loss: bool = False,
     ) -> Captured:  # fmt: skip
-        """Return a captured graph as a `Captured`, which holds the graph and its `Problem`: the planner's input, with this model's options.
+        """Return a captured graph as a `Captured`. It holds the graph and the planner's input (`Problem`), made with this model's options.
 
-        `training`: whether the graph records gradients. None means True if grad mode is on or the graph turns it on. `may_decline`: whether
-        the graph may stay fp32 if a low format gains nothing, provided that the policy allows it, too. The other arguments are as for
-        `read_problem`.
+        `training`: whether the graph records gradients. None means True if grad mode is on or the graph turns it on. `may_decline`: if the
+        policy allows it, too, the graph may stay fp32 where a low format gains nothing. The other arguments are as for `read_problem`.
         """
         policy = self.policy_for(graph_device(module))
         grad = torch.is_grad_enabled() or turns_grad_on(module.graph) if training is None else training
@@ -234,7 +233,7 @@ class GraphRewriter(CallRecord):
         return region
 
     def _reads(self, entry: Entry, made: Emitted, inputs: Sequence[Any]) -> WeightReads:
-        """Return which weights the emitted graph `made` reads, and in which formats. Warn if freezing dropped fp32 values that it needs."""
+        """Return which weights the emitted graph `made` reads, and in which formats. Warn if it needs fp32 values that freezing dropped."""
         reads = weight_reads(made, inputs, self.root)
         self.warn_fp32(lost_values(self.root, reads.copies, entry.place))
         return reads
@@ -242,7 +241,7 @@ class GraphRewriter(CallRecord):
     def learn(self, regions: tuple[RegionRanges, ...]) -> Calibration:
         """Add `regions`, the value ranges that LookAhead observed in graphs, to the model's calibration, and return the calibration.
 
-        Also set `overflowed`, so that later exports of the model are planned with observed ranges.
+        Also set `overflowed`: a graph is planned with these ranges, so later exports of the model are planned with observed ranges, too.
         """
         with self.lock:
             old = self.calibration or Calibration("", parameters_fingerprint(self.root), 0, ())
@@ -252,9 +251,9 @@ class GraphRewriter(CallRecord):
     def _cache(self, training: bool, compiled: bool) -> WeightCache | None:
         """Return the cache from which a graph reads low copies of weights; None if the graph casts its weights anew in each call.
 
-        A graph that records gradients (`training`) gets the cache if `cache_weights` is "step" and the graph is not `compiled`. A graph
-        without gradients gets it unless `cache_weights` is False. But a `compiled` one gets it only in a block that keeps copies, such as a
-        call of `generate()`, because later calls run the same code. If FSDP2 shards the model, no graph gets the cache.
+        A graph that records gradients (`training`) gets the cache if `cache_weights` is "step" and no compiler is used (`compiled`). A
+        graph without gradients gets it unless `cache_weights` is False. But with a compiler, `cache_weights` must be "step", or the graph
+        must be emitted in a block that keeps copies, such as a call of `generate()`. No graph of a model sharded by FSDP2 gets the cache.
         """
         asked = self.options.cache_weights
         wanted = asked == "step" and not compiled if training else asked and (not compiled or self.cache.block() is not None)
@@ -268,11 +267,11 @@ class GraphRewriter(CallRecord):
         return {id(weight): name for name, weight in named_parameters_in(self.root, remove_duplicate=False)}
 
     def _row(self, device: str) -> Device:
-        """Return the device table's row (speeds, formats) to plan with: of the device named in the options, otherwise of `device`."""
+        """Return the row (speeds, formats) of the device to plan for: the one that the options name, or `device` if they name none."""
         return named_device(self.options.device) if self.options.device else device_row(device)
 
     def policy_for(self, device: str) -> Policy:
-        """Return the rules for planning on `device`, such as "cuda". A limit of the device, such as no fast bf16, is noted."""
+        """Return the rules for planning on `device`, such as "cuda". Add limits of the device, such as no fast bf16, to the plan as notes."""
         kept, products = self.cache.block() is not None, self.options.products
         return policy_on(self._row(device), self.options, self.note, kept, products and runnable(products, device, self.note))
 
@@ -323,8 +322,8 @@ class Agreement:
     def join(self, plan: RegionPlan, every: Sequence[Graphs], note: Callable[[str], None]) -> None:
         """Add the colours (low or high) of a newly planned graph to the colours that all graphs share.
 
-        Mark those of the graphs `every` whose plans contradict the shared colours: the next call captures a marked graph anew. `note` is
-        called with the reason for the mark.
+        `every` holds the graphs of all entries. If a plan of an entry's graphs contradicts the shared colours, mark these graphs: the next
+        call captures them anew. `note` is called with the reason for the mark.
         """
         before = self.colours
         for part in plan.flat("") if self.on else ():

@@ -1,9 +1,9 @@
 """Observe the values of a graph in an fp32 run before the graph runs in fp16, in the first calls of its model.
 
 1. Run the captured graph in fp32 on the inputs of the call, and record the range of every value. Inputs that the graph writes are copied
-   before, and random states are restored after, so that this run has no side effects. Grad mode is off unless the graph takes gradients.
-2. If fp16 would overflow for a value that the plan makes low, observe a second run, with histograms, and plan the graph anew with these
-   ranges. A note in the plan says so.
+   before, and random states are restored after, so that this run has no side effects. Grad mode is off unless the graph differentiates.
+2. If fp16 would overflow for a value that the plan makes low, repeat this run to record histograms of the values as well. Plan the graph
+   anew with the observed ranges. A note in the plan says so.
 3. Then run the call itself, once. If the fp32 run raised an error and the call succeeds, warn that no value was observed.
 
 The values in the body graphs of loops and conditions are not observed. If the plan runs ops low in such a body, the rewritten graph also
@@ -148,7 +148,7 @@ class LookAhead:
     def _observed(self, inputs: tuple[Any, ...], brief: bool) -> tuple[Mapping[str, RegionRanges], bool]:
         """Run the graph in fp32. Return (value ranges, True if all results and all written inputs of the graph are finite).
 
-        If values are sharded, both are merged over all ranks. With `brief` the ranges have no histograms.
+        If values are sharded over ranks, ranges and answers of all ranks are merged. With `brief` the ranges have no histograms.
         """
         with self._aside():
             observer, copies = Observer(weights=False, brief=brief), self._copies(inputs)
@@ -165,7 +165,7 @@ class LookAhead:
         return all(self._of_all_ranks(all_finite(value)))
 
     def _of_all_ranks(self, value: Any) -> list[Any]:
-        """Gather `value` from all ranks that hold shards of the graph's values, in the same order on each. Return [value] if none do."""
+        """Return the `value` of each rank that holds shards of the graph's values, in the same order on each; [value] without shards."""
         values = [value]
         for group in (group for mesh in self.meshes for group in mesh.get_all_groups()):
             every: list[Any] = [None] * torch.distributed.get_world_size(group)
@@ -238,7 +238,7 @@ class LookAhead:
     def _decide_anew(self, seen: Mapping[str, RegionRanges], inputs: tuple[Any, ...], hidden: str) -> None:
         """Plan and emit the graph anew with the ranges `seen`. Bodies of loops and conditions, which are not observed, stay fp32.
 
-        `hidden` is "" if this or an earlier graph would overflow. Otherwise it is the reason why these bodies may overflow unseen.
+        `hidden`: why these bodies may overflow unseen, or "" if the graph is planned anew because it or an earlier graph would overflow.
         """
         captured, calibration = self.captured, self.learn(tuple(seen.values()))
         unseen = f"a first call would overflow in {self._low}, and the values in there are not observed"

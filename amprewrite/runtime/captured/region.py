@@ -101,8 +101,8 @@ class Region:
     def call_steady(self, inputs: tuple[Any, ...]) -> Any:
         """Run the graph under the user's dispatch modes, and return its results. If the graph scales gradients, pass the loss scale to it.
 
-        Callers may use this method in place of `call` if no values are observed (`look_ahead` is None) and the graph enters no context such
-        as `torch.no_grad()` (`enters_regions` is False): `call` does no more then.
+        If no values are observed (`look_ahead` is None) and the graph enters no context such as `torch.no_grad()` (`enters_regions` is
+        False), `call` only calls this method, and callers may use this method instead.
         """
         run, reads, scaled, given = self.run, self.reads, self.latest, inputs
         if self._past.before:
@@ -177,7 +177,7 @@ class State(threading.local):
         self.around = 0
         """Number of torch.autocast regions around the outermost call, or around the recomputation that runs in it."""
         self.recomputed: tuple[int, int] | None = None
-        """`asking_number()` of the checkpoint recomputation that runs now, as the outermost call or inside it; None if there is none."""
+        """Id (`asking_number()`) of the running recomputation by a non-reentrant checkpoint; None if there is none."""
 
         self.low_caches: LowCaches | None = None
         """The low caches of the innermost running call of `generate()`; None if its caches stay fp32."""
@@ -188,11 +188,11 @@ class State(threading.local):
 
     @contextlib.contextmanager
     def recomputes(self, asked: tuple[int, int] | None, around: int) -> Iterator[None]:
-        """Context manager that records a recomputation by a checkpoint inside a running forward: the forward itself computes gradients.
+        """Context manager that records a recomputation by a checkpoint, in a backward that a running forward of the model starts.
 
         `asked` is the id of the recomputation (`asking_number()`); None if no non-reentrant checkpoint makes the call. `around` is the
         number of torch.autocast regions around the call. A non-reentrant checkpoint enters such regions to restore the autocast state of
-        its forward. So if `asked` is not None, all these regions count as regions of the model's caller, not of the model's code.
+        its forward. So if `asked` is not None, all these regions count as the caller's, not as the model's own.
         """
         outer = self.recomputed, self.around
         self.recomputed, self.around = asked, self.around if asked is None else around

@@ -11,8 +11,8 @@ The check is skipped if its answer would be uncertain, or if a side effect would
 
 1. several ranks train, or an argument of the call is neither a tensor nor plain data;
 2. the call ran several graphs, or code around graphs; or the graph writes inputs other than buffers;
-3. the captured code changes objects that existed before, or hooks a tensor, and Dynamo replays this after the graph;
-4. two runs of the plain model differ, or the first op that differs draws random numbers.
+3. the captured code changes existing objects or hooks a tensor: Dynamo does both only after the graph has run;
+4. two runs of the original model differ, or the first op that differs draws random numbers.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _FAILURES = (RuntimeError, ValueError, TypeError, AttributeError, KeyError, Inde
 def relative_error(got: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
     """Return the relative L2 error of `got` against `exact`, over all tensors together; inf if their lists of shapes differ.
 
-    Equal infinities, and NaN in both, count as no error. Any other non-finite difference gives inf. So does any error if `exact` is all 0.
+    Equal infinities, and NaN in both, are no error. Any other non-finite difference gives inf. If `exact` is all 0, any error gives inf.
     """
     if [each.shape for each in got] != [each.shape for each in exact]:
         return math.inf
@@ -198,7 +198,7 @@ def random_states(devices: Sequence[int]) -> Callable[[], None]:
 def copied(leaf: Any) -> Any:
     """Return a copy of an argument, with the same `requires_grad`; values that are no tensors are returned unchanged.
 
-    The copy is a leaf of autograd only if the argument is, because PyTorch forbids in-place writes to leaves that require gradients.
+    The copy of a non-leaf of autograd is no leaf, so the model may write to it: PyTorch forbids writes to leaves that require gradients.
     """
     if not isinstance(leaf, Tensor):
         return leaf

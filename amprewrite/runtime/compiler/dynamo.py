@@ -102,10 +102,10 @@ def compile_afresh(
     10. If `eager`, graphs run without a compiler. Then `torch.autograd.grad` breaks the graph, and Dynamo also captures the code after
         the break. With a compiler, Dynamo leaves the whole function uncaptured.
     11. Functions of Python's own library run as written, because they contain no ops. The functions that they call are converted.
-    12. Code of a compiler runs as written. Dynamo meets it if a forward takes gradients, because a backward is compiled when it first runs.
-    13. `starts_again` gets the local variables of a call. If it returns True, the call can begin again with its half inputs cast to fp32.
-        TwoDtypes is then raised before `function` runs if an op refuses its operands, or if code asks whether autocast is on.
-    14. Before torch 2.13 a hook on a tensor that the code computes breaks the graph, because Dynamo would lose gradients of the hook.
+    12. Code of a compiler runs as written. Dynamo meets it if a forward runs a backward, because a backward is compiled when it first runs.
+    13. `starts_again` gets the local variables of a call. If it returns True, the call can begin again with its half inputs cast to fp32:
+        if an op refuses its operands, or if code asks whether autocast is on, TwoDtypes is raised before `function` runs.
+    14. Before torch 2.13 a hook on a tensor that the code computes breaks the graph: a captured hook would miss some gradients.
     15. Warnings of PyTorch's own code break no graph. They are given when the graph has run.
 
     If `beside_hooks`, graphs do not depend on which global module hooks exist.
@@ -399,7 +399,7 @@ def why_switched_off() -> str:
 
 
 _READ: list[dict[str, int]] = [{}]
-"""A list of one item, the dict that `reasons` returned last."""
+"""One item: the dict that `reasons` returned last, and returns again if nothing changed. A list, so that the item can be replaced."""
 
 
 def frames_given_up() -> int:

@@ -66,8 +66,8 @@ def reporting_autocast_on(root: nn.Module, inputs: Any, around: int, again: bool
 
     They return the true answer to PyTorch's own code, inside an autocast region of the model, and for a device that the model is not on.
     All code gets the true answer if the model `root` or `inputs` (local variables of the captured function) hold fp16 or bf16 tensors.
-    `around`: number of autocast regions around the call of the model. If `again` is True, the functions raise Unseen(TwoDtypes())
-    instead of an answer. The call of the model then starts again with its half inputs in fp32.
+    `around`: number of autocast regions around the call of the model. `again`: the call can start again with its half inputs in fp32.
+    Then these functions raise Unseen(TwoDtypes()) instead of answering, and the call starts again.
     """
     devices, said = _devices(root, inputs), list[Any]()
 
@@ -169,7 +169,7 @@ _FOLDED: dict[Any, Any] = torch_functions.constant_fold_functions  # type: ignor
 
 @contextlib.contextmanager
 def handling(handlers: Mapping[Any, Callable[..., Any]]) -> Iterator[None]:
-    """Context manager in which Dynamo captures a call of a function in `handlers` by running the handler that `handlers` maps it to."""
+    """Context manager in which Dynamo, to capture a call of a function `f`, runs the handler `handlers[f]` if there is one."""
     table = torch_functions.TorchInGraphFunctionVariable._get_handlers()
     folded, before = dict(_FOLDED), {each: table[each] for each in handlers if each in table}
     for function in handlers:
@@ -238,8 +238,8 @@ def breaking_at_gradients() -> Iterator[None]:
 def breaking_at_hooks() -> Iterator[None]:
     """Context manager in which Dynamo of torch 2.11 and 2.12 breaks the graph where code sets a hook on a tensor that it computed.
 
-    PyTorch then sets the hook. A captured hook would be wrong: on `x.contiguous()`, which may be `x` itself, it would miss other gradients
-    of `x`, and the first of two hooks would run last. The context manager does nothing in later versions.
+    PyTorch then sets the hook. A captured hook would be wrong: `x.contiguous()` may be `x` itself, and a captured hook on it would see only
+    the gradients of this one use of `x`. Also, the first of two hooks would run last. In later versions, do nothing.
     """
     if find_spec("torch._higher_order_ops.register_hook") is not None:  # this version of torch captures such a hook as a separate op
         yield

@@ -155,7 +155,7 @@ class _CallsOriginal(type):
 
 @functools.cache
 def _metaclass(meta: type) -> type:
-    """Return the metaclass, a subclass of `meta`, for rewritten classes whose original class has `meta`. `_reduce_class` pickles them."""
+    """Return the metaclass for rewritten classes whose original class has the metaclass `meta`. `_reduce_class` pickles these classes."""
     if issubclass(meta, _CallsOriginal):
         return meta
     made = _CallsOriginal if meta is type else type(meta.__name__, (_CallsOriginal, meta), {})

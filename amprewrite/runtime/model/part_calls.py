@@ -59,7 +59,7 @@ class PartForward:
         self.session, self.path, self.part = session, path, part
 
     def __reduce__(self) -> Any:
-        """Put the module's forward from before the rewrite into a copy or pickle of the module alone: such a copy is not rewritten."""
+        """If the part alone is copied or pickled, give the copy the forward from before the rewrite: the copy is not rewritten."""
         own = self.part.__dict__.get(FORWARD)
         return (getattr, (self.part, "forward")) if own is None else (functools.partial, (own,))
 
@@ -91,12 +91,12 @@ class PartReplicas:
 def part_call(session: Session, path: str, module: nn.Module) -> Callable[..., Any]:
     """Return the function that runs if the submodule at `path` is called, as in `amp.encoder(x)`.
 
-    1. Inside a captured call of the whole model, the function calls the module, and Dynamo inlines both into the graph of the model.
-       If the code of the caller cannot be captured and runs as written, Dynamo captures the function alone instead.
+    1. Inside a captured call of the whole model, Dynamo inlines the function and the module's code into the graph of the model.
+       If the code around the call of the module runs as written because Dynamo cannot capture it, the function gets a graph of its own.
     2. In a direct call, the module runs graphs of its own. The same holds inside a call of the model while Dynamo is not active, for
        instance in a checkpoint around code that cannot be captured.
-    3. Most classes copy a module without this function. But a class that defines how its instances are copied, such as nn.LSTM, may copy
-       the function like any attribute. For such a class the function is a bound method: its copy is bound to the copied module, and
+    3. A copy of the module has no such function, except if its class defines how instances are copied, as nn.LSTM does: then the function
+       may be copied like any attribute. For such a class the function is a bound method. Its copy is bound to the copied module, and
        runs that module's code. pickle stores the module's own `_call_impl` instead of the function.
     """
 

@@ -46,10 +46,10 @@ from amprewrite.tables.errors import CaptureError, PlanError, PolicyError
 
 
 class RewrittenBase(nn.Module):
-    """Base of the classes of rewritten models. If parameters change, it drops the low copies of weights, that is, their kept bf16 or fp16
-    casts. Copies and pickles of a rewritten model are rewritten, too.
+    """Base of the classes of rewritten models. Its methods that change parameters, such as `load_state_dict`, drop the low copies of
+    weights: their kept bf16 or fp16 casts. Copies and pickles of a rewritten model are rewritten, too.
 
-    The subclass `Rewritten` in `api/module.py` adds the public methods, such as `plan`. An argument `face` in this file is that class.
+    The subclass `Rewritten` in `api/module.py` adds the public methods, such as `plan`. Functions in this file get it as `face`.
     """
 
     # -- methods that change parameters drop the low copies of weights -----------------

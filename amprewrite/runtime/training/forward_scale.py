@@ -3,7 +3,7 @@
 In one backward pass, all graphs of a forward use the same factor. A dynamic scale shrinks only when an optimizer step overflows. So a
 forward uses 1 instead (`ScaleUse`) if probably no optimizer step follows:
 
-1. while no optimizer is known, like torch.autocast without a GradScaler, and while all parameters are frozen;
+1. while no optimizer of the model is known, or all parameters are frozen;
 2. in eval mode, where saliency maps and adversarial attacks compute gradients but step no optimizer. Once an optimizer has stepped after
    forwards that were all in eval mode, eval mode uses the scale, too.
 
@@ -52,9 +52,9 @@ class ScaleUse:
     def __init__(self, scale: LossScale) -> None:
         self.scale = scale
         self._withheld = self._stepped = self._learns_in_eval = False
-        """`_withheld`: a forward used 1 because no optimizer was known. `_stepped`: an optimizer has stepped since then.
+        """`_withheld`: a forward used 1 because no optimizer was known. `_stepped`: an optimizer has stepped since the latest such forward.
 
-        `_learns_in_eval`: all forwards with gradients before the latest step were in eval mode.
+        `_learns_in_eval`: all forwards with gradients between the latest two steps were in eval mode.
         """
         self._modes: set[bool] = set()
         """Modes of the forwards with gradients since the latest step: True for eval mode, False for training mode."""
@@ -126,9 +126,9 @@ class ForwardScale:
     """
 
     def __init__(self, pair: Pair, copied: bool, static: bool, entered: Callable[[ForwardScale, int, bool], None], heard: bool) -> None:
-        """`pair`: the scale and its inverse. `copied`: copy both, so that a backward can set them to 1. `static`: the loss scale is static.
+        """`pair`: the scale and its inverse. `copied`: copy both now, so that a backward other than that of the loss can set them to 1.
 
-        `entered`: called when a backward reaches this forward (see the class). `heard`: always call `entered`, even if nothing is copied.
+        `static`: the scale is constant. `entered`: see the class. It is called only if the scale is copied or `heard` is True.
         """
         self.static, self.entered, self.heard = static, entered, heard
         self.copied = False
@@ -140,7 +140,7 @@ class ForwardScale:
         self._fed: list[Node] = []
         """Autograd nodes of graph inputs that were computed from tensors that require gradients."""
         self._passed_over = self._fed_later = False
-        """`_passed_over`: graphs read weights that are not in `weights`. `_fed_later`: they read inputs whose nodes are not in `_fed`."""
+        """True if graphs read weights (`_passed_over`) or inputs (`_fed_later`) that `weights` and `_fed` leave out (see `watch`)."""
         self._first_node = next_node()
         """Nodes with a lower number existed before this forward ran a graph."""
         self._first, self._scaled = pair, True
@@ -151,7 +151,7 @@ class ForwardScale:
     def copy_scale(self) -> None:
         """Copy the scale and its inverse, so that a backward can set the copies to 1. Call it before a graph of this forward runs.
 
-        Does nothing if both are copied already, or if the scale is 1 and the caller need not learn of backward passes (`heard` is False).
+        Does nothing if both are copied already, or if this forward uses 1 and `entered` need not be called (`heard` is False).
         """
         scale, inverse = self._first
         if not self.copied and (self.heard or scale is not inverse):  # a scale of 1 and its inverse are the same tensor
@@ -177,7 +177,7 @@ class ForwardScale:
         """Put hooks on the `results` of a graph, so that `enter` is called when a backward pass reaches one of them.
 
         `weights` and `fed` are the weights and the other inputs of the graph that require gradients. Does nothing if all backward passes
-        use the same scale and the caller need not learn of them (`heard` is False).
+        use the same scale (it is not copied) and `entered` need not be called (`heard` is False).
         """
         if self.copied or self.heard:
             # Keep leaves, and tensors computed before this forward. Once an autograd node holds the scale (`is_held`), keep only leaves.
@@ -230,10 +230,10 @@ class ForwardScale:
 
 
 def _gives_gradient(tensors: Sequence[Tensor | Node]) -> tuple[bool, bool]:
-    """Return (True if the running backward stores a gradient of `tensors` in `.grad`, True if torch.autograd.grad returns such a gradient).
+    """Return whether the running backward stores a gradient of `tensors` in `.grad`, and whether torch.autograd.grad returns one.
 
-    An autograd node in `tensors` stands for the tensor that it computed. If the backward does not end there, the gradients of the leaves
-    from which this tensor was computed count instead. The search stops at the first stored gradient.
+    An autograd node in `tensors` stands for the tensor that it computed. If the backward continues to the leaves from which a tensor was
+    computed, their gradients count. The search ends at the first stored gradient: then the second answer may miss returned gradients.
     """
     taken = False
     nodes = [get_gradient_edge(each).node if isinstance(each, Tensor) else each for each in reversed(tensors)]

@@ -48,12 +48,12 @@ DEFAULT_FLOOR = NARROWEST.smallest_normal
 """2**-14, the smallest normal number of fp16. Under a smaller scale even a gradient of 1 is subnormal, so shrinking further cannot help."""
 
 DEFAULT_CAP = 2.0**32
-"""The largest initial scale that another library uses (Megatron, DeepSpeed)."""
+"""Default upper bound of a dynamic scale: the largest initial scale that another library uses (Megatron, DeepSpeed)."""
 
 _STEPS, _SKIPPED, _CONSECUTIVE, _SINCE = range(4)
 _AFTER_GOOD = ([1, 1, 0, 1], [1, 0, 0, 1])
 _AFTER_OVERFLOW = ([1, 1, 1, 0], [1, 1, 1, 0])
-"""Changes of the four counters by a clean step, and by an overflow, as (factors, addends). A counter becomes factor * counter + addend."""
+"""Changes of the counters (_STEPS, ...) by a step without or with overflow: (factors, addends). Each becomes factor * counter + addend."""
 _UNTRIED, _FALLING, _RISING = 3, 2, 1
 """Stages of the search that `search_interval` asks for: no step yet; only overflows so far; the scale grows again. 0: no search."""
 _OWN_SETTINGS = ("floor", "cap", "hysteresis", "refill", "rest", "raise_at_floor", "search_interval")
@@ -83,7 +83,7 @@ class LossScale:
         self.withheld = False
         """True while training forwards use 1 instead of the scale, because no optimizer of the model is known."""
         self.ask: Callable[[], None] | None = None
-        """Function that finds where the latest step overflowed and sets `overflow_at`. None if the host knows whether it overflowed."""
+        """Function that sets `overflow_at` to the place where the latest step overflowed; None if the host knows already whether it did."""
 
     def snapshot(self, device: torch.device | str) -> tuple[Tensor, Tensor]:
         """Return (scale, 1/scale) for one forward: 0-dim fp32 tensors on `device`, which later updates do not change.
@@ -204,7 +204,7 @@ class LossScale:
         return known + 1 if found > 0 else 0
 
     def _waiting(self) -> float:
-        """Read, by a host sync, the flag of steps that have not updated the scale yet: above 0 for an overflow, -1 without steps."""
+        """Read, by a host sync, the flag of steps that have not updated the scale yet: above 0 for overflow, 0 without; -1 if no step."""
         waiting = self._pending if self._recorded is None else self._recorded.mailbox
         return EMPTY if waiting is None else waiting.item()
 

@@ -1,4 +1,4 @@
-"""Decide which calls of an ATen graph inductor may fuse without changing a bit of a result, and replace other calls by such calls.
+"""Decide which calls of an ATen graph inductor may fuse without changing a bit of a result, and rewrite some other calls to be fusible.
 
 Inductor's code gives the same bits as PyTorch's own kernels for these calls, if it keeps the casts:
 
@@ -71,7 +71,7 @@ SPELLINGS = {
     aten.add.Scalar: aten.add.Tensor, aten.sub.Scalar: aten.sub.Tensor, aten.mul.Scalar: aten.mul.Tensor,
     aten.div.Scalar: aten.div.Tensor,
 }  # fmt: skip
-"""For each op that reads a number as its second operand, the same op for a tensor."""
+"""Maps each op for a tensor and a number to the same op for two tensors."""
 
 
 def is_fusible(node: torch.fx.Node) -> bool:
@@ -113,9 +113,9 @@ def _same_formats(node: torch.fx.Node, result: Tensor) -> bool:
 def _same_numbers(node: torch.fx.Node, result: Tensor, chooses: bool) -> bool:
     """True if each Python number among the arguments of a call has the same value in inductor's code and in PyTorch's kernel.
 
-    One of the two may round a number to a low format (bf16, fp16) of the tensors. So the number must be exact in this format. `chooses`:
-    the call selects or compares values. If no tensor is low, only such a call may round its numbers, to the format of its tensors. The
-    answer is False for a quotient with a rounding mode, and for a sum whose `alpha` is not 1: only inductor rounds the product with it.
+    If a tensor is low (bf16, fp16), inductor or the kernel may round the numbers to its format, so they must be exact in it. If no tensor
+    is low, numbers are rounded only if the call selects or compares values (`chooses`): they must be exact in the format of its tensors.
+    False for a quotient with a rounding mode, and for a sum whose `alpha` is not 1: only inductor rounds the product with `alpha`.
     """
     if node.kwargs.get("alpha", 1) != 1 or node.kwargs.get("rounding_mode") is not None:
         return False
@@ -154,7 +154,7 @@ DECOMPOSED = (
     aten.unsafe_split.Tensor, aten.index_select.default, aten.flip.default, aten.roll.default, aten.tril.default, aten.triu.default,
     aten.masked_fill.Scalar, aten.masked_fill.Tensor, aten.clamp.default, aten.rsub.Scalar,
 )  # fmt: skip
-"""Calls whose decompositions only move or make values, or consist of calls for which `is_fusible` decides."""
+"""Calls that inductor decomposes into calls that only move or make values, or into calls that `is_fusible` can judge."""
 _WIDE = (aten.mul.Tensor, aten.div.Tensor)
 _ROUNDED = (aten.add.Tensor, aten.sub.Tensor)
 
