@@ -271,7 +271,7 @@ class GraphRewriter(CallRecord):
         return named_device(self.options.device) if self.options.device else device_row(device)
 
     def policy_for(self, device: str) -> Policy:
-        """Return the rules for planning on `device`, such as "cuda". Add limits of the device, such as no fast bf16, to the plan as notes."""
+        """Return the rules for planning on `device`, such as "cuda". Note limits of the device, such as no fast bf16, in the plan."""
         kept, products = self.cache.block() is not None, self.options.products
         return policy_on(self._row(device), self.options, self.note, kept, products and runnable(products, device, self.note))
 

@@ -67,7 +67,7 @@ def reporting_autocast_on(root: nn.Module, inputs: Any, around: int, again: bool
     They return the true answer to PyTorch's own code, inside an autocast region of the model, and for a device that the model is not on.
     All code gets the true answer if the model `root` or `inputs` (local variables of the captured function) hold fp16 or bf16 tensors.
     `around`: number of autocast regions around the call of the model. `again`: the call can start again with its half inputs in fp32.
-    Then these functions raise Unseen(TwoDtypes()) instead of answering, and the call starts again.
+    If it can, these functions raise Unseen(TwoDtypes()) instead of answering, and the call starts again.
     """
     devices, said = _devices(root, inputs), list[Any]()
 

@@ -34,7 +34,7 @@ from amprewrite.torch_internals.trees import tree_leaves
 
 
 class WantsOneGraph(CaptureError, Unsupported):
-    """Raised if `fullgraph=True` or torch.export forbids a graph break at a rewritten model. It is an Unsupported, which Dynamo re-raises."""
+    """Raised if `fullgraph=True` or torch.export forbids a graph break at a rewritten model. An Unsupported, which Dynamo re-raises."""
 
 
 def undisturbed() -> bool:

@@ -10,7 +10,7 @@ The class of a rewritten module is a subclass of the module's original class wit
 1. The subclass has the name of the original class, for libraries that look up classes by name.
 2. Calling the subclass makes a plain module of the original class. So `type(amp)(config)`, `amp.from_pretrained(path)` and
    `load_from_checkpoint` work as on the original class.
-3. pickle stores the subclass as "the rewritten subclass of the original class", because its name would lead to the original class.
+3. pickle stores the subclass as "the rewritten subclass of the original class", because the name of both leads to the original class.
 4. Creating the subclass runs no code of the user: no `__init_subclass__`, and no metaclass that keeps a register of classes.
 5. The first base of the subclass is the original class. So Python lets `__class__` of an object change between the two: it compares the
    memory layouts along the chain of first bases. Nevertheless methods are looked up in the mixin first, by a custom `mro()`.

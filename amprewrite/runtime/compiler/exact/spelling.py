@@ -1,4 +1,4 @@
-"""Decide which calls of an ATen graph inductor may fuse without changing a bit of a result, and rewrite some other calls to be fusible.
+"""Decide which calls of an ATen graph inductor may fuse without changing a bit of a result, and replace some other calls by fusible ones.
 
 Inductor's code gives the same bits as PyTorch's own kernels for these calls, if it keeps the casts:
 
