@@ -72,7 +72,7 @@ def hooks_kept(values: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def state_kept(model: nn.Module, inputs: Any = ()) -> Iterator[None]:
-    """Context manager that restores buffers, `inputs`, gradient hooks, and random states of the CPU and of GPUs with parameters of `model`."""
+    """Context manager that restores buffers, `inputs`, gradient hooks, and random states of the CPU and the GPUs that hold parameters."""
     tables = [(module._buffers, dict(module._buffers)) for module in modules_in(model)]
     given = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor) and not (leaf.is_meta or isinstance(leaf, FakeTensor))]
     values = [(tensor, tensor.detach().clone(), _version(tensor)) for tensor in (*buffers_in(model), *given)]
