@@ -8,8 +8,8 @@ y = x · wᵀ is three GEMMs. Each GEMM reads two matrices, a and b, and returns
     grad_in      g   wᵀ   g · w, the gradient of x; g is the gradient of y
     grad_weight  gᵀ  xᵀ   gᵀ · x, the gradient of w
 
-So a GEMM reads x, w or g as stored ("straight") or transposed ("turned"). If each row has a scale, rows are meant as the GEMM reads the
-matrix. `ALIGNMENT` is CUDA's limit, from ATen/native/cuda/ScaledBlas.cpp. A CPU has fewer limits.
+So a GEMM reads x, w or g as stored ("straight") or transposed ("turned"). If a scale belongs to each row, the row is one of the matrix as
+the GEMM reads it. `ALIGNMENT` is CUDA's limit, from ATen/native/cuda/ScaledBlas.cpp. A CPU has fewer limits.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from amprewrite.tables.errors import PolicyError
 class Format:
     """A floating point format.
 
-    `bytes` is the size of a value, `eps` the distance from 1.0 to the next value. `max` is the largest number. `smallest_normal` and
-    `smallest_subnormal` are the smallest positive numbers, with all bits of precision and with fewer.
+    `bytes` is the size of a value, `eps` the distance from 1.0 to the next value. `max` is the largest number, `smallest_normal`
+    the smallest positive number with all bits of precision, and `smallest_subnormal` the smallest positive number.
     """
 
     name: str
@@ -148,7 +148,7 @@ READS = {OUT: ((X, STRAIGHT), (W, STRAIGHT)), GRAD_IN: ((G, STRAIGHT), (W, TURNE
 """For each GEMM: the two matrices that it reads, as (role, layout)."""
 TENSOR, ROWS = "tensor", "rows"
 BASE = BF16
-"""The low format of products that may run in fp8: operands have it before fp8 copies are made of them, and results have it."""
+"""Format of the operands and results of products that may run in fp8. Operands get fp8 copies for this; the results stay in BASE."""
 FP8 = "fp8"
 WIDE = "wide"
 """The word in `overrides=` for products that multiply operands in `BASE` (bf16) and return fp32."""
@@ -191,12 +191,12 @@ class Recipe:
 
 
 TENSORWISE = Recipe("tensorwise", GEMMS, E5M2)
-"""One scale for each tensor. The fastest recipe, because both layouts of a matrix share one amax."""
+"""One scale for each tensor. The fastest recipe, because the straight and the turned layout of a matrix have the same scale."""
 ROWWISE = Recipe("rowwise", GEMMS, E4M3, tuple((role, way) for role in ROLES for way in WAYS), power_of_two=True)
 """One scale for each row. So an outlier flushes small values only in its own row, not in the whole tensor."""
 SAFE = Recipe("rowwise, grad_weight in bf16", (OUT, GRAD_IN), E4M3, tuple((role, STRAIGHT) for role in ROLES), power_of_two=True)
-"""Like `ROWWISE`, but gradients of weights, which are sums over all tokens, are computed in bf16, and the transposed w in "grad_in" has one
-scale. The most exact recipe, and the fastest for layers of width 1,024."""
+"""Like `ROWWISE`, with two differences: the GEMM grad_weight, which sums over all tokens, runs in bf16, and grad_in reads wᵀ with one scale
+for the tensor. The most exact recipe, and the fastest for layers of width 1,024."""
 
 RECIPES = {recipe.name: recipe for recipe in (TENSORWISE, ROWWISE, SAFE)}
 

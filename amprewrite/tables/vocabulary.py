@@ -81,7 +81,7 @@ class Held(IntEnum):
     """In fp32, and rounding may harm it: its elements may differ little around a large offset, or be far more exact than results of
     low products."""
     PLAIN = 1
-    """In fp32, without an offset, and more exact than results of products: weights, rows of a table, results of norms, sums with these."""
+    """In fp32, without an offset, and more exact than results of products: weights, table rows, results of norms, sums with such values."""
     ROUNDED = 2
     """In fp32, but computed from results of products, so that each element has about the rounding error of the low format."""
     LOW = 3

@@ -66,7 +66,7 @@ class LossScaleReport:
     overflow_at: str | None
     """The place in the model where the last overflow began; None if there was none or it was not found."""
     withheld: float | None = None
-    """The scale that the schedule gives, while forwards use 1 in its place because no optimizer of the model is known; otherwise None."""
+    """The scale of the schedule, if forwards use 1 instead of it because no optimizer of the model is known; otherwise None."""
 
     def __str__(self) -> str:
         if self.kind == "none":
@@ -90,9 +90,9 @@ class LossScaleReport:
 
 
 def positive(where: str, name: str, value: float) -> float:
-    """Return `value` as a float if it is a positive number, and if fp32 can hold it and its inverse. Raises PolicyError otherwise.
+    """Return `value` as a float. Raises PolicyError unless it is a positive number, and fp32 can hold both the number and its inverse.
 
-    The error message names the setting `name` of the class or function `where`.
+    For the error message: `name` is the setting that has this value, and `where` is the class or function that has the setting.
     """
     if isinstance(value, bool) or not isinstance(value, int | float) or not 1 / _MAX <= value <= _MAX:
         raise PolicyError(f"{where}: {name}={shown(value)} must be a positive number within fp32's range; a power of two is exact")
@@ -150,7 +150,7 @@ def reciprocal(scale: Tensor) -> Tensor:
 
 
 def host_numbers(*numbers: Tensor) -> tuple[float, ...] | None:
-    """Return the values of 0-dim CPU tensors as Python numbers. None if a tensor is on another device (a host sync), or of a subclass."""
+    """Return the values of 0-dim CPU tensors as Python numbers. None if one needs a host sync or is of a subclass of Tensor."""
     for number in numbers:
         if type(number) is not Tensor or not number.is_cpu:
             return None

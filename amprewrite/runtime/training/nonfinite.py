@@ -5,9 +5,9 @@ A flag is a 0-dim fp32 tensor: 0 if all values are finite, above 0 otherwise. Gr
 1. Before an optimizer steps, by `find_nonfinite`. All ranks that hold shards of the same parameters get the same flag.
 2. At the end of a backward, by `found_after_backward`, before the training loop can hide an infinity (`clip_grad_value_`, `nan_to_num_`).
    This check makes no collective call, because ranks may run different backward passes. Its flag for sharded gradients is shared with the
-   other ranks before the step. A flag for unsharded gradients would stay on its rank. So if several ranks train, infinities in unsharded
-   gradients are turned into NaN instead: clamps keep NaN, and every reduction passes it to the other ranks. The flag of unsharded
-   gradients then counts only if the loop discards these gradients without a step.
+   other ranks before the step. Its flag for unsharded gradients is not shared. So if several ranks train, infinities in these gradients
+   are turned into NaN: a clamp keeps NaN, and when the ranks average the gradients, all get NaN. Check 1 then finds it on every rank.
+   The flag for unsharded gradients is used only if the loop discards the gradients, so that no step checks them.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ def params_of(optimizer: Optimizer) -> list[Tensor]:
 
 
 def find_nonfinite(params: Sequence[Tensor], noted: Sequence[Tensor] = (), beside: Iterable[Any] = ()) -> Tensor | None:
-    """Return the overflow flag of a step: above 0 if a gradient of `params` holds inf or NaN, or an earlier flag in `noted` is above 0.
+    """Return the overflow flag of a step: above 0 if a gradient of `params` holds inf or NaN, or if an earlier flag in `noted` is above 0.
 
-    Returns None if there are no gradients, and no other ranks to agree with. Raises PolicyError for an fp16 gradient: weights must be fp32.
+    Returns None if there are neither gradients nor groups of ranks (below). Raises PolicyError for an fp16 gradient: weights must be fp32.
 
     Each rank checks its own shards. Then an all-reduce over each process group takes the maximum of the flags of its ranks. All ranks take
-    part, even without gradients. The groups are all groups over which `params` are sharded, and the groups in `beside`, whose ranks step
-    other parameters at the same time. DDP averages unsharded gradients, so they need no all-reduce.
+    part, even without gradients. The groups are those over which `params` are sharded, and those in `beside`: each rank of such a group
+    steps another part of the model, and all skip a step together. DDP averages unsharded gradients, so they need no all-reduce.
     """
     groups = dict[int, Group]()
     for group in beside:
@@ -81,8 +81,8 @@ def found_after_backward(params: Sequence[Tensor], apart: bool) -> tuple[Tensor 
     """Check the gradients of `params` on this rank, and return two overflow flags: above 0 for inf or NaN, None without gradients to check.
 
     On a single rank the first flag covers all gradients, and the second is None. If several ranks train, the first flag covers sharded
-    gradients, and infinities in unsharded gradients become NaN, in place. The second flag then covers unsharded gradients, but only if
-    `apart` is True and no CUDA graph is being recorded.
+    gradients, and infinities in unsharded gradients become NaN, in place. If `apart` is True, the second flag covers the unsharded
+    gradients; otherwise it is None. It is also None while a CUDA graph is being recorded.
     """
     dense: list[Tensor] = []
     kept = list(filter(_THERE, map(_GRAD, params)))
@@ -109,7 +109,7 @@ def infinities_to_nan(gradients: Iterable[Tensor]) -> None:
 
 
 def any_of(flags: Sequence[Tensor]) -> Tensor:
-    """Return the maximum of `flags` on the device of the first. No sum, which may exceed 1: fused Adam subtracts it from its step count."""
+    """Return the maximum of `flags` on the device of the first. A sum may exceed 1, and fused Adam subtracts the flag from its steps."""
     where = flags[0].device
     return flags[0] if len(flags) == 1 else torch.stack([on_device(flag, where) for flag in flags]).amax()
 
@@ -161,7 +161,7 @@ def _flag(value: float, device: torch.device) -> Tensor:
 
 @functools.cache
 def _kept_one(device: torch.device) -> Tensor:
-    """Return a 0-dim tensor 1.0 on `device` that all callers share. Do not write to it. Do not read it while a CUDA graph is recorded."""
+    """Return a 0-dim tensor 1.0 on `device` that all callers share. Do not write to it. Do not call this while a CUDA graph is recorded."""
     return _flag(1.0, device)
 
 

@@ -57,8 +57,8 @@ class FirstNonFinite:
     """The first value of a training step that was inf or NaN: which kind of value it was, and where in the model."""
 
     kind: str
-    """Kind of the value: "input", "parameter", "activation", "loss", "gradient" or "seen". "seen" is the gradient of a parameter that was
-    found only after the step, when the other values of the step were unknown."""
+    """Kind of the value: "input", "parameter", "activation", "loss", "gradient" or "seen". "seen" is a parameter's gradient that was
+    found after the step. Then nothing is known about inputs, weights, activations and loss."""
     where: str
     """The place of the value, in words for a message."""
 
@@ -66,13 +66,13 @@ class FirstNonFinite:
     def finite(self) -> dict[str, bool]:
         """Return whether "inputs", "parameters", "outputs" and "loss" were finite, as a dict. An unknown answer has no key.
 
-        Example: {"inputs": True, "parameters": False}. The result is passed to `StepGate.note` as keyword arguments.
+        Example: {"inputs": True, "parameters": False}. The result is passed to `StepRecord.note` as keyword arguments.
         """
         return _KNOWN[self.kind]
 
 
 Probed = tuple[RegionPlan, torch.fx.GraphModule | None]
-"""A rewritten graph: (its plan, its edited module). The module is None if the graph does not scale gradients."""
+"""A graph: (its plan, its fx module after the rewrite). The module is None if the graph does not multiply gradients by the loss scale."""
 
 
 class OverflowProbe:

@@ -7,8 +7,9 @@ An overflow counts at every optimizer step until the training loop discards the 
 makes another optimizer. When a forward or a backward of the model begins, the gradients count as discarded
 
 1. if all of them are None;
-2. if all of them are zero, or if none is in the memory of a gradient of the latest step. This counts only once a step has read the
-   overflow: before, the loop may have replaced infinities by zeros itself. For zeros, a step of any optimizer of the model is enough.
+2. if the optimizer has made a step since the overflow, and no gradient lies in the memory of a gradient of that step;
+3. if any optimizer of the model has made a step since the overflow, and all gradients are zero. (Zeros before a step may stand for
+   infinities: the loop may have replaced them.)
 
 The begin and the end of a backward are noticed as follows:
 
@@ -103,16 +104,16 @@ class StepRecord:
     """Called when the host learns that a step overflowed. For a fused optimizer this may be some steps later. Returns the place in the
     model where the overflow began, or None."""
     on_clean: Callable[[], None] | None = None
-    """Called once after an overflow: when the host knows that the same optimizer has made a clean step, or another optimizer two."""
+    """Called once after an overflow, when the host learns that the same optimizer made a clean step, or another optimizer made two."""
     on_stuck: Callable[[], bool] | None = None
     """Called before LossScaleError ends training. Returns True if it changed something that may help; then training continues."""
     _overflowed: set[int] = field(default_factory=set, init=False)
-    """Ids of the optimizer of the latest overflow and of optimizers that made a clean step since. Empty again when `on_clean` is called."""
+    """Ids of the optimizer that overflowed last and of all that made a clean step after it. Emptied just before `on_clean` is called."""
     _facts: dict[str, bool | Tensor] = field(default_factory=dict, init=False)
     _stepped: bool = field(default=False, init=False)
     """True if an optimizer of the model has stepped since the latest backward."""
     use: ScaleUse = field(init=False)
-    """Decides which forwards use the loss scale, and which use 1. `use.unscaled`: gradients of a forward that used 1 await a step."""
+    """Decides which forwards use the loss scale, and which use 1. `use.unscaled`: a step now would use gradients of the latter."""
 
     def noted(self, optimizer: Optimizer) -> Noted:
         """Return the object that holds the overflow flags of the gradients of `optimizer`.
@@ -227,7 +228,7 @@ class StepRecord:
     def _forget_steps(self) -> None:
         """Reset all state about optimizers and their steps, as if no optimizer had stepped yet. Also called once for a new record."""
         self._until_look: dict[int, int] = {}
-        """Number of steps of each optimizer, by its id, until the host reads the count of skips; `max_consecutive_skips` if missing."""
+        """{id of an optimizer: number of steps until the host reads the count of skips}. A missing id means `max_consecutive_skips`."""
         self.use = ScaleUse(self.loss_scale)
         self._rest = Noted()
         """Flags for gradients of parameters that no known optimizer owns."""
@@ -237,16 +238,14 @@ class StepRecord:
 
 
 _ROUNDS = 3
-"""Number of times that our callback queues itself again if torch.distributed is initialised.
-
-DDP with a static graph queues a callback that queues another, and ours must run after it.
-"""
+"""Number of times that our callback queues itself again if torch.distributed is initialised. DDP with a static graph queues a callback
+that queues another, and ours must run after it."""
 _MOST = 64
 """Largest number of backward passes remembered as running. A pass that raises never ends, so the set is cleared at this size."""
 _MOST_FLAGS = 16
 """Largest number of backward passes whose overflow flags are kept as separate tensors. Further flags are merged into one."""
 _MOST_SETS = 2
-"""After a skipped step, its overflow counts again at up to this many later steps while its gradients exist. Only steps after a new backward
+"""The overflow of a skipped step counts again at up to this many later steps, while the gradients exist. Only steps after a new backward
 are counted. Without this limit, a loop that discards gradients between forward and backward, unseen by our code, would skip all steps."""
 _SAMPLE = 16
 """After a step whose overflow flag the host has not read, about this many of its gradients are watched, to notice when the loop discards
@@ -307,8 +306,8 @@ class Noted:
         self._flags: list[Tensor] = []
         """Overflow flags of backward passes that no optimizer step has read yet."""
         self._apart: Tensor | None = None
-        """If several ranks train: overflow flag of unsharded gradients after the latest backward. Only `began` reads it, since a step finds
-        the NaN in these gradients itself. None if that backward is the first since a step."""
+        """If several ranks train: overflow flag of unsharded gradients after the latest backward. Only `began` reads it, since an optimizer
+        step finds the NaN in these gradients itself. None until the second backward after a step."""
         self._heard: Tensor | None = None
         """Overflow flag of the latest step, if it may have been skipped and its gradients may still exist; otherwise None."""
         self._there: dict[int, StorageWeakRef] = {}
@@ -372,9 +371,10 @@ class Noted:
         return any_of(dropped) if dropped and not self._recorded else None
 
     def due(self, params: Iterable[Tensor]) -> list[Tensor]:
-        """Return the overflow flags that decide if an optimizer step of `params` is skipped: 0-dim fp32 tensors, above 0 for an overflow.
+        """Return the overflow flags that decide if a step of the optimizer of `params` is skipped: 0-dim fp32 tensors, above 0 to skip it.
 
-        Flags of backward passes are forgotten here. The flag of an earlier step is returned, and kept, while gradients of that step exist.
+        They are the flags of backward passes since the last step, which are forgotten here, and the flag of an earlier step whose gradients
+        still exist.
         """
         flags = self._unheard()
         if self._heard is not None:
@@ -430,7 +430,7 @@ class Noted:
         return flags
 
     def _still_there(self, gradients: Sequence[Tensor]) -> bool:
-        """True if gradients that this object remembers may still exist: one of `gradients` lies in their memory, which was not freed."""
+        """True if one of `gradients` lies in the memory of a remembered gradient, and that memory was not freed in between."""
         return any((known := self._there.get(address)) is not None and not known.expired() for address in map(_address, gradients))
 
 

@@ -6,8 +6,8 @@ step if they overflowed (optimizers/optimizer_hooks.py).
 A gate finds an optimizer
 
 1. when `attach` is called with it;
-2. in the first, second, fourth, eighth ... forward without a known optimizer, which searches the objects of the process for optimizers
-   that own a parameter of the model;
+2. in the first, second, fourth, eighth ... forward without a known optimizer: the gate then searches the process for optimizers that own
+   a parameter of the model;
 3. at the optimizer's first step, by a hook that PyTorch calls before the steps of all optimizers. The gradients of that step were not
    scaled, so the step does not change the scale. The step is skipped if the gradients overflowed.
 
@@ -63,7 +63,7 @@ class StepGate(StepRecord):
     _stray: bool = field(init=False)
     """True if there may be a parameter that requires gradients and that no known optimizer owns."""
     _strays: frozenset[int] = field(init=False)
-    """Ids of the parameters that require gradients and that no known optimizer owned when a backward last looked for such parameters."""
+    """Ids of the parameters that require gradients and belong to no known optimizer, as found after the latest backward that looked."""
     _known: set[int] | None = field(init=False)
     """Ids of all parameters of known optimizers; None until they are needed in the current forward."""
 
@@ -116,8 +116,8 @@ class StepGate(StepRecord):
     def snapshot(self, device: torch.device | str, evaluates: bool = False, learns: bool = False) -> tuple[Tensor, Tensor]:
         """Return (scale, 1/scale) for one forward: 0-dim fp32 tensors on `device`, both 1 if the forward is not scaled (`ScaleUse.pair`).
 
-        `evaluates`: all modules are in eval mode. `learns`: True if the caller knows a parameter that requires gradients; if False, this
-        method searches the model's parameters for one.
+        `evaluates`: all modules are in eval mode. `learns`: the caller knows that a parameter requires gradients. If it does not
+        know, this method looks for such a parameter in the model.
         """
         guarded = list(self._guarded)
         for optimizer in guarded:
@@ -214,7 +214,7 @@ class StepGate(StepRecord):
             self._rest.ended([*rest, *self._copied()] if moved else rest)
 
     def _share(self, note: Noted) -> list[Tensor]:
-        """Return the parameters of the optimizer of `note`. If it has none, return the model's parameters and their copies (`_copied`)."""
+        """Return the parameters of the optimizer `note.owner()`. If it is None: the model's parameters and their copies (`_copied`)."""
         optimizer = note.owner()
         return [*self.parameters(), *self._copied()] if optimizer is None else guard_of(optimizer).share(self)
 
@@ -341,7 +341,7 @@ class Training:
             self.gate.heard(number, forward.weights)
 
     def end_forward(self) -> None:
-        """Mark the forward as ended: a backward through it from now on is the backward of a loss, not a part of the model's computation."""
+        """Mark the forward as ended. Until then a backward through it uses 1 instead of the scale: its gradients are part of the result."""
         if self._thread.scale is not None:
             self._thread.scale.under_way = False
             self._thread.scale = None

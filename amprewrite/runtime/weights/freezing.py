@@ -31,7 +31,7 @@ from amprewrite.tables.errors import AmpRewriteWarning, PlanError, PolicyError
 from amprewrite.torch_internals.trees import tree_leaves
 
 Reads = Mapping[str, frozenset[Copy | None]]
-"""How one graph reads weights: {path of a weight: low copies (dtype, layout) that the graph makes of it, and None for a read in fp32}."""
+"""How one graph reads weights: {path: set of the low copies (dtype, layout) that it makes of the weight; None for a read in fp32}."""
 
 
 def frozen_in(model: nn.Module) -> dict[str, FrozenWeight]:
@@ -62,11 +62,11 @@ def check_freezable(model: nn.Module) -> None:
 
 
 def freeze_weights(model: nn.Module, reads: Iterable[Reads], shared: bool) -> tuple[str, ...]:
-    """Replace each parameter of `model`, in place: by its low copy if graphs read just one, otherwise by a new one of the same values.
+    """Replace each parameter of `model` in place: by its low copy, if graphs make just one, otherwise by a new parameter with its values.
 
     `reads` says for each graph how it reads weights. If another model has the same parameters and buffers (`shared`), buffers and values
     that stay fp32 are copied. The copies take additional memory as long as the other model exists. Returns the names of the parameters
-    that get no low copy and required gradients until now.
+    that get no low copy and required gradients before: the argument `took` of `unfreeze_weights`.
     """
     weights = dict(named_parameters_in(model, remove_duplicate=False))
     wanted: dict[int, set[Copy | None]] = {id(each): set() for each in weights.values()}
@@ -156,7 +156,7 @@ def unfreeze_weights(model: nn.Module, took: tuple[str, ...], values: Mapping[st
     """Make the parameters of a frozen model fp32 again, in place, and return the names of the weights whose values stay rounded.
 
     `values`: a state dict with the fp32 values. Buffers and other parameters in it are loaded, too. If `values` is None, each weight gets
-    the fp32 values that it kept, or its low values cast to fp32. `took`: names of parameters that stayed fp32 and shall require gradients
+    the fp32 values that it kept, or its low values cast to fp32. `took`: the result of `freeze_weights`, parameters that get gradients
     again. Raises PlanError, before any change, if `values` lacks a frozen weight or has a tensor in another shape.
     """
     frozen = frozen_in(model)

@@ -46,16 +46,14 @@ class WeightReads:
     low: frozenset[str] = frozenset()
     full: frozenset[str] = frozenset()
     copies: Mapping[str, frozenset[Copy | None]] = field(default_factory=dict)
-    """{path of a weight: the low copies (dtype, layout) that the graph makes of it, and None if the graph also or only reads it in fp32}.
-
-    A tied weight is listed under one of its paths.
-    """
+    """{path of a weight: set of the low copies (dtype, layout) that the graph makes of it}. None in a set stands for a read in fp32. A tied
+    weight is listed under one of its paths."""
 
 
 class RoundedRead(CaptureError):
-    """Raised if code may read a weight in fp32 although `gather_low` makes FSDP2 gather this weight in the low format, that is, rounded.
+    """Raised if code may read rounded values as fp32: after `gather_low`, FSDP2 gathers weights in the low format.
 
-    The checks of `ReadChecks` raise it. Captured graphs stay valid.
+    The functions of `ReadChecks` raise it. Captured graphs stay valid.
     """
 
 
@@ -102,10 +100,10 @@ class Known:
     """A weight that a graph reads, and whether its values fitted the low format at capture. `moved` checks if that has changed."""
 
     name: str
-    """The path of the weight in the model, by which its present value is found."""
+    """Name of the weight in the op graph. It usually is the path of the weight in the model, by which its present value is found."""
     fit: Fit
     reference: weakref.ref[Tensor] | None = None
-    """A weak reference to the weight, if `name` is not its path in the model, so that it cannot be found by name; otherwise None."""
+    """A weak reference to the weight, by which it is found if `name` is not its path in the model; otherwise None."""
     bounds: frozenset[Fit] = BOUNDS
     """The misfits (too large, or all flushed to zero) that keep an op that reads the weight in fp32."""
 

@@ -131,8 +131,8 @@ TF_OPS: dict[str, str] = {
     "Where": "nonzero argwhere masked_select",
     "ZerosLike": "zeros_like",
 }
-"""TensorFlow op type → torch ops of this type, and torch ops that TensorFlow builds from ops of this type. All other torch ops are on none
-of TensorFlow's lists, and neither are conversions (Cast)."""
+"""TensorFlow op type → torch ops that do the same, or that TensorFlow would compute by ops of this type. All other torch ops are on none of
+TensorFlow's lists, nor are conversions (Cast)."""
 
 _TF_ALLOW = _words("Conv2D Conv2DBackpropInput Conv3D Conv3DBackpropInputV2 Einsum MatMul BatchMatMulV2")
 _TF_ALLOW_CUDA_FP16 = _words("CudnnRNNV3 GRUBlockCell LSTMBlockCell MhaV2")

@@ -57,7 +57,7 @@ VOCABULARY: dict[str, str] = {
 POWERS = {0.5: "sqrt", -0.5: "rsqrt", -1.0: "reciprocal", 1.0: "alias", 2.0: "square", 3.0: "square"}
 """Constant exponent of a Pow → name of the op that the Pow is treated as."""
 SIDE_FOLLOWS = {"Pow", "BatchNormalization", "Attention", "RMSNormalization"}
-"""Ops whose other float operands get the format of the result. Their schemas allow mixed types, but kernels for mixed types are rare."""
+"""Ops whose schemas allow operands of another float type than the result. These get its type if possible: mixed kernels are rare."""
 ROUNDS_NOTHING = FLOW | {"Identity", "Reshape", "Transpose"}
 """Op types that round nothing themselves: their results are copies of values that other ops computed."""
 TYPED_BY_ATTRIBUTE = {"Cast", "Constant", "ConstantOfShape"}
@@ -66,9 +66,9 @@ TYPED_BY_ATTRIBUTE = {"Cast", "Constant", "ConstantOfShape"}
 BROADCASTS = "broadcast"
 """The attribute by which ops before opset 7 asked for broadcasting."""
 BY_ATTRIBUTE = {BROADCASTS, "axis", "consumed_inputs"}
-"""Attributes that ops with the attribute BROADCASTS lost in later opsets. Shapes determine broadcasting now; nothing read the others."""
+"""Attributes of old opsets that a later op of the same type may lack: it broadcasts by shapes. `consumed_inputs` never had an effect."""
 NEUTRAL = {("Cast", "saturate")}
-"""(op type, attribute): a later opset added the attribute; by default the op computes as before. `saturate` affects only casts to fp8."""
+"""Attributes of later opsets, as (op type, attribute), whose default leaves the op as it was. `saturate` affects only casts to fp8."""
 
 DOMAIN = "com.microsoft"
 
@@ -79,7 +79,7 @@ class Contrib:
 
     name: str
     inputs: str
-    """One letter for each input: T is the op's own type, M another floating point type, U always fp32, I an integer type."""
+    """One letter for each input: T is the type that the op computes in, M another float type, U always fp32, I an integer type."""
     outputs: str = "T"
     """One letter for each output, as in `inputs`."""
     newer: bool = True

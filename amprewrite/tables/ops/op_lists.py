@@ -232,7 +232,7 @@ class OpLists:
     infer_after_allow: bool = True
     """For the rule "tf": whether an INFER op directly after an ALLOW op becomes low as well, as in TensorFlow since 2025."""
     asked: frozenset[str] = frozenset()
-    """Ops whose kind the user has set (see `moved`). Repaint passes leave their colours alone; a missing low kernel still means fp32."""
+    """Ops whose kind the user has set (see `moved`). Passes that turn low ops into fp32 skip them, unless a low kernel is missing."""
 
     def kind(self, op: str) -> OpKind | None:
         """Return the kind of the op whose name or spelling is `op`; None if it is on no list."""

@@ -118,9 +118,9 @@ class Op:
     promotes: bool = False
     """True if the kernel promotes operands of mixed dtypes itself, forward and backward. The result then has the widest of these dtypes."""
     bounded: bool = False
-    """True if the op is denied only because of its input. Its result fits the low format, so that the ops after it need not stay fp32."""
+    """True if a denied op would be harmed by a low input, but its result fits the low format. So the ops after it need not stay fp32."""
     low_backward: tuple[str, ...] = ()
-    """Devices whose low backward sums gradients in the low format. In training the op stays fp32 if autocast has its operand in fp32."""
+    """Devices whose low backward sums gradients in the low format. In training the op stays fp32 if torch.autocast sums them in fp32."""
     by_steps: tuple[str, ...] = ()
     """Devices that run a recurrent layer as separate ops for each time step, each of which reads the weights. `one_kernel`: exceptions."""
     one_kernel: tuple[str, ...] = ()
@@ -128,10 +128,8 @@ class Op:
     uneven: tuple[str, ...] = ()
     """Devices whose low kernels round some elements of a tensor twice and others once, so that a row's result depends on its batch."""
     no_kernel: tuple[str, ...] = ()
-    """Devices and formats, such as "cpu:fp16" or "cuda:bf16", that lack a low kernel, forward or backward, for some form of the op.
-
-    There PyTorch raises an error for low values, or converts them to fp32 and runs several ops.
-    """
+    """Devices and formats, such as "cpu:fp16" or "cuda:bf16", that lack a low kernel, forward or backward, for some form of the op. There
+    PyTorch raises an error for low values, or converts them to fp32 and runs several ops."""
     unset: tuple[str, ...] = ()
     """Devices and formats whose backward leaves parts of a gradient uninitialised at some sizes (`graphs/fx/flow/kernel_pins.py`)."""
     writes: tuple[tuple[str, str], ...] = ()
@@ -144,8 +142,8 @@ class Op:
     """Effect of small operands. "pole": if flushed to zero, they give an infinity. "passes": a small operand gives a small result. "sums":
     the result is small only if all summands are small. "": none of these is known."""
     asks: bool = False
-    """True if the op only asks about a tensor, such as for its shape, and reads no numbers. An attribute that is a tensor, such as `x.T`,
-    returns elements of its operand unchanged."""
+    """True if the op only asks about a tensor, such as for its shape, and reads no numbers. `getattr` counts as well, although an
+    attribute can be a tensor: `x.T` holds the elements of `x`."""
     view: bool = False
     """True if the op moves no bytes, since its result usually shares the memory of its operand."""
     traits: frozenset[Trait] = frozenset()

@@ -68,10 +68,10 @@ def _spelled(term: str, rank: int) -> str:
 
 
 def _steps(terms: list[set[str]], wanted: set[str]) -> Iterator[tuple[set[str], set[str], set[str]]]:
-    """Split an einsum into products of two operands. For each, yield (letters of the left operand, of the right operand, needed later).
+    """Split an einsum into products of two operands. For each, yield three sets of letters.
 
-    The left operand is the product of all operands so far. A letter is needed later if a later operand has it, or the result of the einsum
-    (`wanted`). `terms` holds the letters of each operand.
+    They are the letters of the left operand, of the right operand, and those needed later. The left operand is the product of all operands
+    so far. A letter is needed later if a later operand or the result of the einsum (`wanted`) has it. `terms` holds the letters of each operand.
     """
     there = terms[0]
     for place, term in enumerate(terms[1:], 1):

@@ -42,7 +42,7 @@ class Evaluated:
             self.loss = closure()
         self.found = look(optimizer)
         self.overflow = self.idles = self.found is not None and self.found.item() > 0
-        """`overflow`: the gradients overflowed. `idles`: the step must be skipped as a whole. Here both are the same."""
+        """`overflow`: the gradients overflowed. `idles`: the whole step must be skipped. Here both are equal. `Checked` lets steps run."""
 
     def __call__(self) -> Any:
         return self.loss
@@ -94,7 +94,7 @@ class Checked:
 
 
 class Idle:
-    """Skips a step: sets the gradients to zero, so that the step can run safely. Then `rewind` undoes the step and restores the gradients.
+    """Makes the next step harmless: sets the gradients to zero before it. After it, `rewind` undoes the step and restores the gradients.
 
     The gradients are zero, not None, because many optimizers take for granted that some parameter has a gradient.
     """

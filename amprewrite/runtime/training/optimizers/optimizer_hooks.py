@@ -6,18 +6,18 @@ Before each step:
    the same multi-tensor kernel. Combine the result with the flags of earlier backward passes (step_record.py) and with the
    results of the ranks that hold the other shards (nonfinite.py).
 2. Pass this flag to the StepRecord of each model that the optimizer trains. The model's loss scale is updated once for all optimizers that
-   step between two forwards (loss_scale.py). It is not updated if the gradients come from a forward that used 1 in its place.
+   step between two forwards (loss_scale.py). It is not updated if the gradients come from a forward that used 1 instead of it.
 3. Give the flag to a fused optimizer as its `found_inf` tensor. Its kernel skips the step, without a host sync.
-4. For any other optimizer read the flag. To skip the step of one of torch.optim's own optimizers, pass another object as `self` of
-   `Optimizer.step`, which a hook may do. It has no parameters and a temporary state. The step of any other class may need parameters, or
-   reach them by other attributes. So it runs on gradients of zero and is undone (`Idle`). Both ways, parameters, state, step counts and
-   gradients stay the same, and the learning-rate scheduler sees that `step` was called.
+4. For any other optimizer read the flag. To skip a step of one of torch.optim's own optimizers, the hook replaces the argument `self` of
+   `Optimizer.step` by a stand-in without parameters and with a temporary state. A step of any other class might fail without parameters,
+   or find them outside `param_groups`. So it runs on gradients of zero and is undone afterwards (`Idle`). In both cases parameters,
+   state, step counts and gradients stay the same, and the learning-rate scheduler sees that `step` was called.
 5. If the step has a closure, check the gradients that the closure computes (closures.py).
 6. Tell wrappers that control a schedule whether the step was skipped, so that they do not advance it after a skipped step. accelerate's
    AcceleratedOptimizer stores whether a GradScaler skipped the step in `_is_overflow`, and its schedulers and transformers' Trainer read
    this attribute. A wrapper needs the answer now, so in this case the flag of a fused optimizer is read as well.
 
-The optimizer's state_dict includes the loss scales, so that any code that saves and loads the optimizer also resumes them (`Arrived`).
+The optimizer's state_dict includes the loss scales, so that code that saves and loads the optimizer also resumes them (class `Arrived`).
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ class Guard:
             _GUARDS.pop(optimizer, None)
 
     def share(self, gate: StepRecord) -> list[Tensor]:
-        """Return the parameters of this optimizer that belong to the model of `gate` or to no guarded model, such as a separate head."""
+        """Return the parameters of this optimizer except those that belong only to other guarded models. A separate head's are included."""
         optimizer = self._optimizer()
         params = [] if optimizer is None else params_of(optimizer)
         if len(self._refs) == 1:  # only `gate`: no other model shares the optimizer
@@ -256,7 +256,7 @@ class Guard:
             self._told.add(wrapper)
 
     def _tell(self, gates: list[StepRecord], optimizer: Optimizer, params: list[Tensor], found: Tensor, overflow: bool | None) -> None:
-        """Report a step to the StepRecords `gates`, and once to each loss scale, unless forwards used 1 in place of the scale.
+        """Report a step to `gates`, and once to each of their loss scales. A scale gets no report if a forward used 1 instead of it.
 
         `found`: the overflow flag of the step. `overflow`: its value, None if the host has not read it. `params`: parameters whose
         gradients still exist after the step.
@@ -276,8 +276,8 @@ class Guard:
     def _skips_by_itself(self, optimizer: Optimizer) -> bool:
         """True if a fused optimizer's kernel can skip the step without harm: all parameters with gradients have optimizer state already.
 
-        Groups with momentum=0 need no state. A skipped first step would create state all the same. torch's fused SGD would even leave the
-        momentum uninitialised: torch/optim/sgd.py makes it with `empty_like`.
+        In a parameter's first step, torch creates the state even if the kernel then skips the step. Fused SGD would leave the momentum
+        uninitialised: torch/optim/sgd.py makes it with `empty_like`. Parameter groups with momentum=0 are not examined, as they need none.
         """
         active = [p for group in optimizer.param_groups if group.get("momentum") != 0 for p in group["params"] if p.grad is not None]
         seen = (id(optimizer.state), len(optimizer.state), tuple(map(id, active)))
@@ -324,8 +324,9 @@ _MOST = 12
 
 
 def frames_of_step(optimizer: Optimizer) -> list[FrameType]:
-    """Return the stack frame of the running `step` (torch.optim's wrapper of it), then the frames of its callers. Call this from a hook.
+    """Return the stack frame of the running `step`, then the frames of its callers. Call this from a hook of that step.
 
+    torch wraps the `step` of every optimizer class, and the first frame is the wrapper's.
     Returns [] if another `step` of the same optimizer called this one, as with `super().step()`: only the outer step's hooks must act.
     """
     frame = hook = sys._getframe(1)
@@ -388,8 +389,9 @@ class Arrived:
 
     When torch loads a checkpoint, it copies these states into the optimizer's first parameter group. `resume` takes them from there: when
     the optimizer is loaded, when it is guarded, and before each forward of a model that it trains. The states have the order in which
-    these models were added to the `Guard`. If several optimizers step parts of one model, their checkpoints hold the same state. Only the
-    first is loaded, because the scale may have changed since. A static scale ignores its state, with a warning.
+    these models were added to the `Guard`. If several optimizers step parts of one model, their checkpoints hold the same state. It is
+    loaded only once, because the scale may have changed before the next optimizer brings it again. A static scale ignores its state, with
+    a warning.
     """
 
     def __init__(self) -> None:
