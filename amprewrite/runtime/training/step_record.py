@@ -113,7 +113,7 @@ class StepRecord:
     _stepped: bool = field(default=False, init=False)
     """True if an optimizer of the model has stepped since the latest backward."""
     use: ScaleUse = field(init=False)
-    """Decides which forwards use the loss scale, and which use 1. `use.unscaled`: a step now would use gradients of the latter."""
+    """Decides which forwards use the loss scale, and which use 1. `unscaled`: a step now would use gradients of forwards with 1."""
 
     def noted(self, optimizer: Optimizer) -> Noted:
         """Return the object that holds the overflow flags of the gradients of `optimizer`.

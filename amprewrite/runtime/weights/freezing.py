@@ -156,8 +156,8 @@ def unfreeze_weights(model: nn.Module, took: tuple[str, ...], values: Mapping[st
     """Make the parameters of a frozen model fp32 again, in place, and return the names of the weights whose values stay rounded.
 
     `values`: a state dict with the fp32 values. Buffers and other parameters in it are loaded, too. If `values` is None, each weight gets
-    the fp32 values that it kept, or its low values cast to fp32. `took`: the result of `freeze_weights`, parameters that get gradients
-    again. Raises PlanError, before any change, if `values` lacks a frozen weight or has a tensor in another shape.
+    the fp32 values that it kept, or its low values cast to fp32. `took`: the result of `freeze_weights`, names of parameters that
+    require gradients again. Raises PlanError, before any change, if `values` lacks a frozen weight or has a tensor in another shape.
     """
     frozen = frozen_in(model)
     names: dict[int, list[str]] = {}

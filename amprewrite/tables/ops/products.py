@@ -71,7 +71,7 @@ def _steps(terms: list[set[str]], wanted: set[str]) -> Iterator[tuple[set[str], 
     """Split an einsum into products of two operands. For each, yield three sets of letters.
 
     They are the letters of the left operand, of the right operand, and those needed later. The left operand is the product of all operands
-    so far. A letter is needed later if a later operand or the result of the einsum (`wanted`) has it. `terms` holds the letters of each operand.
+    so far. A letter is needed later if a later operand or the result of the einsum (`wanted`) has it. `terms` holds each operand's letters.
     """
     there = terms[0]
     for place, term in enumerate(terms[1:], 1):
