@@ -45,7 +45,7 @@ def params_of(optimizer: Optimizer) -> list[Tensor]:
 def find_nonfinite(params: Sequence[Tensor], noted: Sequence[Tensor] = (), beside: Iterable[Any] = ()) -> Tensor | None:
     """Return the overflow flag of a step: above 0 if a gradient of `params` holds inf or NaN, or if an earlier flag in `noted` is above 0.
 
-    Returns None without `params`, or without both gradients and process groups. Raises PolicyError for an fp16 gradient: weights must be fp32.
+    Returns None without `params`, or if there are no gradients and no groups. Raises PolicyError for fp16 gradients: weights must be fp32.
 
     Each rank checks its own shards. Then an all-reduce over each process group takes the maximum of the flags of its ranks. All ranks take
     part, even without gradients. The groups are those over which `params` are sharded, and those in `beside`: each rank of such a group
