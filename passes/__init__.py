@@ -87,7 +87,7 @@ KEEP = (RepaintCounts(), RepaintSmallSteps(), RepaintAsAutocast(), RepaintShares
 """Passes that keep values in fp32, whatever that costs in time. Most of these values are fp32 under torch.autocast, too."""
 BEFORE_COST = (PaintLists(), PaintAgreed(), PaintAfterDeny(), PaintTies(), *EVIDENCE, *KEEP)
 BY_COST = (*BEFORE_COST, RepaintByCost(), DeclineSmallGraphs())
-"""The passes that choose colours by prices, and all passes before them."""
+"""The passes that choose colours (low or high) by prices, and all passes before them."""
 PIPELINES: dict[str, tuple[Deciding, ...]] = {
     "cost": (*BY_COST, *PLAN),
     "tf": (PaintLists(), PaintAgreed(), PaintAfterDeny(past_bounded=True), PaintTies(), *EVIDENCE, PaintTF(), *PLAN),
@@ -95,7 +95,7 @@ PIPELINES: dict[str, tuple[Deciding, ...]] = {
     "all-low": (PaintLists(), PaintAgreed(), PaintTies(), *EVIDENCE, RepaintShares(), PaintAllLow(), *PLAN),
     "given": (PaintAsGiven(), *PLAN),
 }
-"""{rule by which op lists choose formats (`OpLists.rule`): its deciding passes}. "given" is for a graph that must follow a given plan."""
+"""{rule of the op lists (`OpLists.rule`): deciding passes that choose formats by this rule}. "given" makes a graph follow a given plan."""
 APPLY: tuple[Applying, ...] = (
     InsertCasts(),  # insert casts, and set dtype arguments to the planned formats; first, because the passes below change these casts
     InsertPads(),  # insert a pad where a padded region begins and a slice where it ends; casts of weights pad the weights
@@ -132,7 +132,7 @@ def stages() -> dict[str, tuple[Pass[Any, Any], ...]]:
 
 
 def pipeline(problem: Problem) -> tuple[Deciding, ...]:
-    """Return the deciding passes: those of "given" in PIPELINES if `problem` has a plan to follow, otherwise those of its op lists."""
+    """Return the deciding passes: `PIPELINES["given"]` if `problem` has a plan to follow, otherwise those for the rule of its op lists."""
     return PIPELINES["given" if problem.given is not None else problem.lists.rule]
 
 

@@ -127,7 +127,7 @@ def read_problem(
 
 
 def _asks_of_products(policy: Policy, given: ModelPlan | None) -> bool:
-    """True if the plan `given`, or without one `policy`, lets products read fp8 copies or be wide (bf16 operands, fp32 result)."""
+    """True if products may read fp8 copies or be wide (bf16 operands, fp32 result): by the plan `given`, or by `policy` if that is None."""
     if given is None:
         return policy.products is not None or any(override.word == WIDE for override in policy.overrides)
     return any(region.quantised or region.edited(Edit.WIDE_PRODUCT) for region in given.regions)
@@ -243,8 +243,8 @@ def _rewrite_inner_graphs(captured: Captured) -> dict[str, tuple[torch.fx.GraphM
 def _hear_of_inner_graph(captured: Captured, node: torch.fx.Node, part: Captured) -> None:
     """Record that results of the body `part`, and some of its inputs in the outer graph `captured`, must not be rounded to the low format.
 
-    `node` runs the body: a loop, a condition or an autograd Function. The inputs are those whose error an op in the body would magnify. The
-    results of `node` get the highest precision (`Held`) that a result of the body has.
+    `node` runs the body: a loop, a condition or an autograd Function. The inputs are those whose error an op in the body would magnify.
+    Each result of `node` gets the precision (`Held`) of the most exact result of the body.
     """
     inside, results = held(part.problem), part.results.values()
     part.know(needs_bits=frozenset(results))
@@ -276,7 +276,7 @@ def _leave_bodies(captured: Captured, edited: EditedGraph, refusal: Refused) -> 
 
 
 def _read_inner_graph(captured: Captured, node: torch.fx.Node, name: str, policy: Policy) -> Captured:
-    """Return a copy of the body (subgraph) `name` that `node` runs, with its `Problem`. Its inputs get the facts about the outer values."""
+    """Return a copy of the subgraph `name` that `node` runs, with its `Problem`. The magnitudes etc. of outer values pass to its inputs."""
     body, _ = copy_graph(getattr(captured.module, name))
     given = operands(node, body)
     for inner, outer in given:

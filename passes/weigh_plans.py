@@ -8,7 +8,7 @@
 The plan is the cheapest of all plans that keep to our lists. A plan that our lists forbid may be cheaper, and is shown all the same. If
 the user gives a plan, it keeps the prices that were recorded when it was made.
 
-Op names hard-coded in this pass: `to`, which takes the format of its operand if the lists do not have it.
+Op names hard-coded in this pass: `to`. If the lists of another tool lack it, it takes the format of its operand.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ PAINTERS: dict[str, tuple[Pass[Problem, Decisions], ...]] = {
 }
 """{rule of another tool: the passes that choose the colours of a plan by this rule}."""
 SOUND: tuple[Pass[Problem, Decisions], ...] = (RepaintSmallSteps(), RepaintAsAutocast(), RepaintShares())
-"""Passes that keep ops in fp32 if rounding would do harm. They run for each of these plans that uses our own op lists."""
+"""Passes that keep ops in fp32 if rounding would do harm. Of the other plans, only that with our lists and TensorFlow's rules runs them."""
 PARITY = "parity with the model's other graphs costs "
 """Beginning of the note on how much more this graph costs because all graphs of the model share one plan."""
 LEAST_TOLD = 1e-3

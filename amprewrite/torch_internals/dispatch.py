@@ -81,7 +81,7 @@ set_grad_enabled = torch._C._set_grad_enabled
 
 @contextlib.contextmanager
 def outside_capture(shapes: Any) -> Iterator[Callable[[Any], Any]]:
-    """Provide the tracing context that a compiler needs, when no capture by Dynamo provides it. `shapes` is a new `ShapeEnv`.
+    """Provide the tracing context that a compiler needs if it runs while Dynamo captures nothing. `shapes` is a new `ShapeEnv`.
 
     Yields a function that turns a tensor into a fake tensor for the compiler. The sizes of fake tensors are constants. A number that the
     graph reads from a tensor (`x.item()`) stays variable.
@@ -103,7 +103,7 @@ def in_forward_mode() -> bool:
 def leave_forward_mode() -> None:
     """Leave the level of forward-mode AD that a graph has entered. Do nothing if the graph entered none.
 
-    Levels do not nest, so one exit is enough. It is always tried, since `in_forward_mode` does not see a level that a graph has entered.
+    Levels do not nest, so the function exits once. It does not ask `in_forward_mode`, which does not see a level that a graph has entered.
     """
     with contextlib.suppress(RuntimeError):  # torch raises this error if no level is open, and no function tells whether one is
         torch._C._exit_dual_level(level=0)

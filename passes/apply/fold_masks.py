@@ -4,8 +4,8 @@
 2. Look up a mask: if a mask depends on sizes alone, compute it once for each set of sizes, and find out then if it can be dropped.
 3. Look at a mask: read the elements of a boolean CPU mask in every call, and drop the mask if its elements allow that.
 4. Group heads: if keys and values are repeated for several heads, let the call read the original ones, with `enable_gqa`.
-5. Make a mask contiguous, because fused kernels need that: copy the mask, or the tensor from which it gets its strides. Views of that
-   tensor that the graph returns stay views of the original.
+5. Make a mask contiguous, because fused kernels need that: copy the mask, or the tensor from which it gets its strides. If the
+   graph returns a view of that tensor, the view still shares the memory of the original, not of the copy.
 
     before   sdpa = scaled_dot_product_attention(q, k, v, causal_mask)
     after    sdpa = scaled_dot_product_attention(q, k, v, None, 0.0, True)
@@ -60,8 +60,8 @@ class FoldMasks(Pass[RegionPlan, EditedGraph]):
 def copy_strided(value: torch.fx.Node, captured: Set[torch.fx.Node]) -> None:
     """Let the readers of `value` read a contiguous copy instead. `value` is an attention mask, or a tensor of which the mask is a view.
 
-    If the graph returns memory of `value`, ops that return views of this memory still read `value` itself, so that the results share memory
-    as before. Such ops are sought only in `captured`, the nodes of the captured graph, because passes insert no views.
+    If the graph returns memory of `value`, views of this memory are still made from `value` itself, so that results share memory as before.
+    `captured` holds the nodes of the captured graph. Only these are searched for views, because passes insert none.
     """
     kept = returned_memory(value.graph) & memory_of(value)
     views = {node for node in captured if not kept.isdisjoint(memory_of(node))}

@@ -1,7 +1,7 @@
 """Insert the planned casts into the fx graph, and set the dtype arguments of each node to the format that the plan gives it.
 
-1. Each planned cast becomes one copy before the first of its users. All its users read this copy. A result that was made with gradients is
-   copied before the model switches gradients off. If a torch.func transform reads a value from outside, the copy is made outside, too.
+1. Each planned cast becomes one copy before the first of its users. All its users read this copy. If only the graph's output reads it, the
+   copy is made before the model switches gradients off. If a torch.func transform reads a value from outside, the copy is made outside.
 2. If a node is low, its fp32 dtype arguments become bf16 or fp16. Where the plan says so, constants beyond the range become ±max.
 3. Ops that take their dtype from another tensor (type_as, to(other), zeros_like) get the dtype as an argument.
 
@@ -91,8 +91,8 @@ def insert_cast(
 def leave_with_gradients(value: torch.fx.Node, user: torch.fx.Node) -> torch.fx.Node:
     """Return the node before which to insert a copy of `value` for `user`, so that the copy records gradients if `value` does.
 
-    This is `user`, with one exception: `user` is the output of the graph, and the first node after `value` that changes the grad mode
-    switches gradients off or ends inference mode. Then return that node.
+    This is `user`, except if `user` is the output of the graph and the grad mode changes after `value`. If the first change switches
+    gradients off, or enters or ends inference mode, return the node that makes it.
     """
     if user.op != "output":
         return user

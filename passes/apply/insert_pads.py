@@ -115,7 +115,7 @@ def _cast_nodes(plan: RegionPlan, edited: EditedGraph) -> dict[str, torch.fx.Nod
 
 
 def _cast_of(node: torch.fx.Node) -> list[torch.fx.Node]:
-    """Return the nodes that a saturating cast (a clamp, then the conversion `node`) reads. Return [] if `node` itself reads no node."""
+    """Return the nodes that the clamp before `node` reads. `node` is the conversion of a saturating cast. Return [] if it reads no node."""
     clamp = node.args[0]
     return clamp.all_input_nodes if isinstance(clamp, torch.fx.Node) else []
 

@@ -95,8 +95,8 @@ class _ProductInsertion:
     def _linked(self, copy: torch.fx.Node, operand: torch.fx.Node) -> torch.fx.Node:
         """Return a node that has the data of the fp8 `copy` and sends gradients to `operand`. Products will read it in place of `operand`.
 
-        This is `copy` itself, with one exception. An `operand` that is a `linked_copy` shares the memory of a low copy, but has another
-        autograd node. The fp8 `copy` was made from the low copy and sends gradients there. So insert and return `relinked(copy, operand)`.
+        If `operand` is a `linked_copy`, it shares the memory of a low copy, but has its own autograd node. The fp8 `copy` was made from the
+        low copy and sends gradients to it. So the node is then `relinked(copy, operand)`. Otherwise it is `copy` itself.
         """
         if operand.target is not linked_copy:
             return copy

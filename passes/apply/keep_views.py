@@ -3,8 +3,8 @@
     before   to = tensordot.to(float32); return to
     after    to = tensordot.to(float32); view_as = to.view_as(to); return view_as
 
-A cast returns a new tensor, not a view. The difference shows if the caller calls `retain_grad` on the result and writes to a view of it in
-place: if the result itself is a view, the retained gradient leaves out the gradient through the written view.
+A cast returns a new tensor. Autograd treats a view differently if the caller calls `retain_grad` on a result, and then writes in place to
+a view of this result: if the result is itself a view, the retained gradient leaves out the gradient through the written view.
 """
 
 from __future__ import annotations

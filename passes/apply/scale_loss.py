@@ -1,9 +1,9 @@
 """Build loss scaling into a training graph: gradients are scaled inside it, and unscaled wherever the user can see them.
 
 1. The graph gets two more inputs, the scale of this forward and its inverse: 0-dim fp32 tensors, on an accelerator if the graph uses one.
-2. Some nodes of the graph count as outside: their gradients are not scaled. These nodes are inputs, writes to their memory, hooks on them
-   (also on the result of an op that returns its input itself), values that the graph returns directly, not as copies
-   (`graphs/fx/read/leaving.py`), ops whose backward is user code, and fp32 ops that only lead from these to results (such as a loss).
+2. Some nodes of the graph count as outside: their gradients are not scaled. These are inputs, values that the graph returns itself and not
+   as a copy (`graphs/fx/read/leaving.py`), and ops whose backward is user code. In-place writes to outside values, hooks on them, and fp32
+   ops that only lead from them to results (such as a loss) are outside, too. So is an op with hooks that returns an outside operand itself.
 3. Where a value from inside is read outside, a `scale_gradient` is inserted. In the backward it multiplies the gradient by the scale.
 4. Where a value from outside is read inside, its cast becomes a `cast_in`, or an `unscale_gradient` is inserted. In the backward both
    multiply the gradient by the inverse, in fp32. One `unscale_gradient` serves all readers of a value, but if the value is written in
@@ -281,8 +281,8 @@ def _leave_at_readers(graph: torch.fx.Graph, readers: dict[Node, list[Node]], ou
 def _moments(graph: torch.fx.Graph, outside: set[Node]) -> Iterator[tuple[Node, tuple[Node, tuple[int, int]]]]:
     """Yield (node, (place, moment)) for each node: where to insert an `unscale_gradient` for the node, and which nodes may share it.
 
-    `place` is the node before which to insert it: the node itself, or the first node of the torch.func transform around it. `moment` is
-    (number of writes to `outside` nodes, number of grad mode changes) before the node. Nodes with the same moment may share one.
+    It is inserted before `place`: the node itself, or the first node of the torch.func transform around it. `moment` is (number of in-place
+    ops in `outside`, number of grad mode changes) before the node. Two readers of a value may share one if their moments are equal.
     """
     apart = transformed_nodes(graph)
     writes = switches = 0

@@ -47,7 +47,7 @@ class _DryRun(torch.fx.Interpreter):
         self.repeated = RepeatedCalls(module.graph, any(PAD in node.meta for node in module.graph.nodes))
         self.touched: set[torch.fx.Node] = set()
         self.unknown: set[torch.fx.Node] = set()
-        """Inputs without an example value. Under torch 2.11 a size that a backward in user code reads has none."""
+        """Inputs without an example value. In torch 2.11, a size that the backward of a user's autograd Function reads is such an input."""
 
     def run_node(self, n: torch.fx.Node) -> Any:
         if n.op in ("placeholder", "get_attr"):

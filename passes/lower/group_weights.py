@@ -88,10 +88,10 @@ def group_weights(module: torch.fx.GraphModule) -> None:
 
 
 def _reader(nodes: list[Node], dtype: torch.dtype | None) -> Node:
-    """Return the first node, in graph order, that will read a certain weight from the `cross_together` node of the weight's group.
+    """Return the first node, in graph order, that will read a result of the group's `cross_together` node in place of one weight.
 
-    `nodes` cast the weight or unscale its gradient. They are erased, and their users will read the weight. But if the group makes no low
-    copies (`dtype` is None or fp32), casts stay and will read the weight themselves.
+    `nodes` cast the weight or unscale its gradient. They are erased, and their users will read the result. But if the group makes no low
+    copies (`dtype` is None or fp32), casts stay and will read the result themselves.
     """
     return min(each for node in nodes for each in ([node] if node.target is cast_in and dtype in SHARES else node.users))
 
@@ -99,8 +99,8 @@ def _reader(nodes: list[Node], dtype: torch.dtype | None) -> Node:
 def _groups(module: torch.fx.GraphModule) -> Iterator[tuple[torch.dtype | None, list[list[Node]]]]:
     """Yield (dtype, group) for each group of small fp32 weights. A group lists, for each weight, its casts and `unscale_gradient` nodes.
 
-    `dtype` is the dtype of the low copies that the group's new node makes. If the node makes none, it only unscales gradients. `dtype` is
-    then fp32 if only casts read the weights (on a CPU, where casts stay), and None otherwise. Groups too small to pay off are left out.
+    `dtype` is the dtype of the low copies that the group's new node makes. Some nodes make no copies and only unscale gradients: `dtype` is
+    then fp32 if all listed nodes are casts (on a CPU, where casts stay), otherwise None. Groups too small to pay off are left out.
     """
     every = list(module.graph.nodes)
     stretch = dict(zip(every, itertools.accumulate(op_name(node.target) in GRAD_SWITCHES for node in every), strict=True))

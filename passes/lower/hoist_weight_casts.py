@@ -42,7 +42,7 @@ _CACHE = "amprewrite_weight_cache"
 _FOLDS = ("linear", "matmul")
 """Products that fold batch dims into one if the other operand requires gradients (should_fold in ATen/native/LinearAlgebra.cpp)."""
 _READ = ("torch", "amprewrite")
-"""Packages whose functions write to a weight only where the graph shows the write. Other functions may write to it unseen."""
+"""Packages without hidden writes: if one of their functions writes to a weight, the graph shows it. Other functions may write unseen."""
 
 
 class HoistWeightCasts(Pass[Target, EditedGraph]):
@@ -65,7 +65,7 @@ class HoistWeightCasts(Pass[Target, EditedGraph]):
 def mark_copies(module: torch.fx.GraphModule, chosen: Callable[[int], bool] = lambda _: True) -> None:
     """Insert nodes that give low copies of weights the `requires_grad` flag of the weight, because a cast under no_grad drops this flag.
 
-    Only copies read by a product that may choose its kernel by this flag get a node. `chosen(position)` is False for inputs to leave out.
+    A copy gets a node if a product that reads it may choose its kernel by this flag. `chosen(position)` is False for inputs to leave out.
     """
     found = [
         (node, cast)
@@ -168,7 +168,7 @@ def _made(node: torch.fx.Node, source: torch.fx.Node) -> Copy:
 
 
 def read_low_alone(module: torch.fx.GraphModule, low: Format) -> frozenset[int]:
-    """Return the positions of the inputs that an edited graph reads only by casts to `low`, not by a view, another op or a function.
+    """Return the positions of the inputs that an edited graph reads only by casts to `low`.
 
     The bodies (subgraphs) of checkpoints count as parts of the graph. Inputs that nothing reads are included.
     """

@@ -3,9 +3,9 @@
     before   w8 = quantise(w, "w", ...)            w is an input: the bf16 or fp16 copy of a weight
     after    w8 = from_kept(w, data, scale)        data and scale are further inputs
 
-The copy w is kept between calls: for a `with` block such as `with amp.frozen_weights():`, or as a weight stored by `amp.freeze()`. So later
-calls quantise no weight. Only graphs without gradients are edited. They need no transposed fp8 copy, because only the GEMMs that compute
-gradients read one.
+The copy w is kept between calls, either within a block such as `with amp.frozen_weights():`, or because `amp.freeze()` stored the weight in
+this format. The fp8 copy is kept with it, so later calls quantise no weight. Only graphs without gradients are edited. They need no
+transposed fp8 copy, because only the GEMMs that compute gradients read one.
 """
 
 from __future__ import annotations

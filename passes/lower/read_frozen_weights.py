@@ -83,7 +83,7 @@ def example_inputs_of(inputs: Sequence[Any], frozen: Mapping[int, FrozenWeight],
 def _given(inputs: Sequence[Any], frozen: Iterable[int], edited: EditedGraph, compiled: bool) -> list[Any]:
     """Return `inputs` with tensors in place of FrozenWeight objects: the fp32 values if kept, or low values if the graph casts them up.
 
-    `frozen` are the positions of the frozen weights. The other frozen weights stay objects; with `compiled` they become tensors, too.
+    `frozen` are the positions of these objects. An object in neither case is not read: it stays, or becomes its low copy if `compiled`.
     """
     given = list(inputs)
     for place in frozen:

@@ -29,8 +29,8 @@ class RestoreCheckpoints(Pass[Target, EditedGraph]):
 def restore_checkpoints(module: torch.fx.GraphModule, held: Sequence[int] = ()) -> None:
     """Call `torch.utils.checkpoint.checkpoint` for each higher-order checkpoint op in the graph and its subgraphs.
 
-    `held` are the positions of inputs that are tensors of the model, such as weights. Only subgraphs need this argument, because capture
-    does not mark all such inputs of subgraphs.
+    `held` are the positions of inputs that are tensors of the model, such as weights. Capture marks these inputs in the outer graph, but
+    not all of them in subgraphs, so only calls for subgraphs give `held`.
     """
     found = [node for node in module.graph.nodes if node.op == "call_function" and getattr(node.target, "__name__", "") in BODIES]
     if not found:

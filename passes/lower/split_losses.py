@@ -159,8 +159,8 @@ class _InParts(torch.autograd.Function):
 def _gradient(logits: Tensor, target: Tensor, given: Tensor, reduction: str, ignore_index: int, weight: Tensor) -> Tensor:
     """Return the fp32 gradient of `logits`, which are some rows of the logits of a loss. `given` is the gradient of the loss.
 
-    `weight` is the number of targets that count for a mean, as the forward returned it. This is a separate function so that its
-    intermediate tensors are freed before the next rows.
+    `weight` is the number by which a mean divides, as the forward computed it: the targets that are not ignored, in all rows. This is a
+    separate function so that its intermediate tensors are freed before the next rows.
     """
     logs = torch.log_softmax(logits, 1, dtype=torch.float32)
     inner = _aten.nll_loss_backward(given, logs, target, None, REDUCTIONS[reduction], ignore_index, weight)

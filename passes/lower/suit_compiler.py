@@ -62,8 +62,8 @@ class SuitCompiler(Pass[Target, EditedGraph]):
 def keep_reads(graph: torch.fx.Graph) -> None:
     """Mark each op that reads memory of an input that the graph writes, so that AOTAutograd saves the op's result for backward.
 
-    Otherwise the backward may compute the result again from values written later (https://github.com/pytorch/pytorch/pull/197039). Views
-    are not marked, nor ops with hidden writes, as of running statistics. In a marked op's subgraph, each op that reads an input is marked.
+    Otherwise the backward may compute the result again from values written later (https://github.com/pytorch/pytorch/pull/197039). Views,
+    checkpoints, and ops with hidden writes (to running statistics) are not marked. In a marked op's subgraph, ops that read inputs are.
     """
     memory = written_memory(graph) & set[int]().union(*map(memory_of, graph.find_nodes(op="placeholder")))
     for node in graph.nodes:
@@ -117,7 +117,7 @@ def return_low(graph: torch.fx.Graph) -> list[Widened]:
 
 
 def part_views(graph: torch.fx.Graph) -> None:
-    """Copy, in place, each value that `scale_gradient` returns if several results of the graph share its memory.
+    """Insert a copy (`clone`) after each `scale_gradient` in `graph` whose result shares memory with several results of the graph.
 
     AOTAutograd computes such results anew: it starts at the value that owns their memory, and repeats all views. Without a copy, one of
     these views is the `detach` inside `scale_gradient`, so the results lose their gradients. With a copy, the views start at the copy.

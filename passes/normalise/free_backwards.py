@@ -7,8 +7,9 @@ Dynamo captures such a backward with gradients disabled, so that second derivati
 
 1. Erase the calls that set the grad mode, which Dynamo put around the graph of the backward.
 2. Ops that the author runs without gradients, under `no_grad` or `once_differentiable`, still run without. The graph does not show which
-   ops these are, so the pass reads the source code (`graphs/fx/read/names.py`). If this fixes the mode of every op, nothing is changed.
-3. Ops that the author runs with gradients, under `enable_grad`, still run with gradients.
+   ops these are, so the pass reads the source code (`graphs/fx/read/names.py`).
+3. Ops that the author runs with gradients, under `enable_grad`, still run with gradients. If the author's code sets the grad mode of every
+   op in this way, nothing is changed.
 """
 
 from __future__ import annotations

@@ -168,7 +168,7 @@ def _two(node: Any, op: str) -> tuple[Any, Any] | None:
 
 
 def _bare(node: Any, inside: set[Node]) -> Any:
-    """Go back from `node` over fp32-to-fp32 conversions, and return the value before them. Add them to `inside`, the nodes to replace."""
+    """Return the value that `node` has before fp32-to-fp32 conversions. Add these conversions to `inside`, the nodes to replace."""
     while _op(node) in CONVERSIONS and _is_fp32(node) and _is_fp32(node.args[0]):
         inside.add(node)
         node = node.args[0]
@@ -317,7 +317,7 @@ def _largest(node: Any, dim: int) -> list[Node] | None:
 
 
 def _scaled(factors: list[Any], width: Any) -> tuple[Any, Any, Any] | None:
-    """Return (x, v, weight) if `factors` are those of a norm, x · 1/√v · weight (`width` elements, or None); otherwise return None."""
+    """Return (x, v, weight) if `factors` form a norm, x · 1/√v · weight, otherwise None. `weight` has `width` elements, or is None."""
     roots = [f[1] for f in factors if isinstance(f, tuple)]
     others = [f for f in factors if isinstance(f, Node)]
     if len(roots) != 1 or len(roots) + len(others) != len(factors):

@@ -4,9 +4,8 @@
     after    y = linear(x); to = y.to(float32); z = relu(to); return to, z
 
 If `linear` runs low, `to` is the cast to fp32, for the caller as well as for `relu`. So both send their gradients to one tensor.
-`amprewrite.graphs.fx.read.leaving` gives the rules for these values. In eager PyTorch two results may share memory that they do not share
-in the captured graph, or the reverse. So the pass records first which memory each result has in eager PyTorch. Later passes read this
-record.
+`amprewrite.graphs.fx.read.leaving` gives the rules by which values get a conversion. Two results may share memory in eager PyTorch but not
+in the captured graph, or the reverse. So the pass first records the memory of each result in eager PyTorch, for itself and later passes.
 """
 
 from __future__ import annotations

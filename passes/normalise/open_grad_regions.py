@@ -3,7 +3,7 @@
     before   y = wrap_with_set_grad_enabled(False, body, x)
     after    _set_grad_enabled(False); y = relu(x); _set_grad_enabled(True)
 
-`open_compile_regions` inlines the sub-graphs that `torch.compiler.nested_compile_region` asks for. Run eagerly, their op has no backward.
+The sub-graphs of `torch.compiler.nested_compile_region` are inlined, too: run eagerly, the op that calls them has no backward.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def _open(module: torch.fx.GraphModule, node: torch.fx.Node) -> None:
 
 
 def _modules(node: torch.fx.Node, call: torch.fx.Node) -> dict[str, Any]:
-    """Return `nn_module_stack` for a copy of `node` of the subgraph that `call` runs. Its own stack fits only one call of the subgraph."""
+    """Return the `nn_module_stack` of a copy of `node` for `call`, which runs its subgraph. The stack of `node` fits only one call."""
     around, inner = call.meta.get("nn_module_stack") or {}, list((node.meta.get("nn_module_stack") or {}).items())
     outer = [module for _, module in inner[: len(around)]]
     if not around or [kind for _, kind in outer] != [kind for _, kind in around.values()]:
@@ -94,9 +94,10 @@ def _modules(node: torch.fx.Node, call: torch.fx.Node) -> dict[str, Any]:
 
 
 def _memory(pairs: list[tuple[Any, Any]]) -> dict[int, set[int]]:
-    """Return {storage in a subgraph: storages in the outer graph}. `pairs` are (value in the subgraph, same value in the outer graph).
+    """Return {id of a storage in a subgraph: ids of storages in the outer graph}, for one call of the subgraph.
 
-    A storage in no pair gets a new id on lookup, because several calls of a subgraph have the same example values, but share no memory.
+    `pairs` are (value in the subgraph, same value in the outer graph). Other storages get new ids when they are looked up: all calls
+    of a subgraph have the same example values, but share no memory.
     """
     found: dict[int, set[int]] = defaultdict(lambda: {next(FRESH)})
     for inner, outer in pairs:

@@ -29,7 +29,7 @@ from amprewrite.tables.ops.op_lists import op_name
 ALONE: dict[str, Callable[..., torch.Tensor]] = {"baddbmm": torch.bmm, "addmm": torch.mm}
 """{op that adds a summand to a product: the product alone}."""
 FACTORS = ("batch1", "batch2", "mat1", "mat2")
-"""Names of the factors among the arguments of these ops."""
+"""Names of the arguments of `baddbmm` and `addmm` that are factors of the product."""
 
 
 class PartSummands(Pass[Reading, EditedGraph]):

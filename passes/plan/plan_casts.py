@@ -1,15 +1,14 @@
 """Plan a cast wherever an op reads a value of the other format. Readers of the same value in the same format share one cast.
 
 1. For each operand, in canonical order, find the format in which its reader takes it.
-2. If the value has another format, the reader takes a copy. Readers with the same (value, format, write version) share one copy, so that no
-   copy is shared across an in-place write.
+2. If the value has another format, the reader takes a copy. Readers of one value in one format share a copy, unless the value is written
+   in place between them, or only some of them run without gradients (such readers have another write version).
 3. An fp32 op that promotes mixed dtypes needs no cast of a low operand. But in training it reads the fp32 copy of the operand if other
    readers have one, so that autograd casts the gradient only once. With one plan for all graphs (`Policy.parity`), inference does so, too.
 4. In training, the readers of a low copy that many ops read (`Problem.read_by_many`) form groups. Autograd adds the gradients of the groups
    in fp32.
-5. A constant of an ONNX file takes the format of the op that reads it. One low copy, stored in the file, serves all low
-   readers. Finite values beyond the low format's range become ±max. A graph that PyTorch captured has no such constants: its weights are
-   inputs.
+5. A constant of an ONNX file takes the format of the op that reads it. One low copy, stored in the file, serves all low readers. Finite
+   values beyond the low format's range become ±max. A graph that PyTorch captured has no such constants: its weights are inputs.
 """
 
 from __future__ import annotations

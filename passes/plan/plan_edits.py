@@ -2,9 +2,8 @@
 
 1. Finite constants beyond the range of the low format become ±max, because they would become infinities. A mask fill of -1e9 becomes -65504
    in fp16, which still blocks a position; -inf times zero would be NaN. Infinities that the model wrote are not changed.
-2. Batch and instance norms without weights get weights of one in fp32. The CPU kernel computes mean and variance in the dtype of its other
-   tensor arguments, and without other tensor arguments in the dtype of its input (ATen/native/Normalization.cpp, `is_mixed_type`). CUDA
-   always computes them in fp32.
+2. Batch and instance norms without weights and running statistics get fp32 weights of one on a CPU. Otherwise the kernel would compute mean
+   and variance in the low dtype of its input (ATen/native/Normalization.cpp, `is_mixed_type`). CUDA always computes them in fp32.
 3. A convolution is padded by a separate op if its own backward would leave gradients uninitialised (see `graphs/fx/flow/kernel_pins.py`).
 4. A recurrent layer runs in parts of some time steps if autograd would otherwise add up low gradients of its weights over all steps.
 """

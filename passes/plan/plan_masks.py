@@ -57,7 +57,7 @@ def _group_heads(problem: Problem, decisions: Decisions) -> dict[str, Edit]:
 
 
 def _copy_strided(problem: Problem, decisions: Decisions, without: Container[str]) -> None:
-    """Plan a contiguous copy of each mask that fused GPU kernels refuse, unless all its calls are in `without`: they drop or test masks."""
+    """Plan a contiguous copy of each mask that fused GPU kernels refuse, unless all its calls drop or test masks (`without`)."""
     if (problem.planned_for or device_row(problem.device)).type != "cuda":
         return
     for value, calls in problem.strided_masks.items():

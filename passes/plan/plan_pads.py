@@ -231,7 +231,7 @@ class _Chooser:
 
 # -- record layouts and changes of size (step 4 of this file) ------------------------------------
 def _versions(problem: Problem, casts: Iterable[Cast]) -> dict[tuple[str, str], int]:
-    """Return {(value, reader): write version}. The version counts the writes to the value and the grad mode changes before the reader.
+    """Return {(value, reader): write version}. It depends on the writes to the value before the reader, and on the reader's grad mode.
 
     Only readers with the same write version may share a padded copy of the value.
     """

@@ -2,10 +2,11 @@
 
 1. Candidates are low products of rows and a matrix (`Problem.matrix_products`). A product has one GEMM for its result and, with gradients,
    one GEMM for the gradient of each operand.
-2. Some GEMMs stay in bf16: by an override, by the recipe, or because another graph of the model decides so, the device has no fp8 units or
-   waits for the host, kernels do not take their sizes, or the result of the product is read as logits or decides a choice.
-3. Each other GEMM would save time in fp8, but needs kernels that make its copies. All readers of a value share the copies of the value. The
-   best choice, found exactly, is a maximum-weight closure (`planner/min_cut.py`). A GEMM that a rule asks for is taken in any case.
+2. A GEMM stays in bf16 or fp16 if an override, the recipe or another graph of the model says so, or if kernels do not take its sizes. It
+   does so, too, if the device has no fp8 units or waits for the host, or if the product makes scores, such as logits, or input of `topk`.
+   Device and result do not count if an override or `products="fp8-all"` asks for fp8.
+3. The other GEMMs save time in fp8, but need kernels that make their copies. All readers of a value share its copies. The best choice,
+   found exactly, is a maximum-weight closure (`planner/min_cut.py`). A GEMM that is asked for runs in fp8 at any price.
 4. If the graphs of a model share one plan (`Policy.parity`), a graph without gradients is decided as if it had the GEMMs of training.
 
 A given plan names the GEMMs that run in fp8. Their copies follow from them.
@@ -201,7 +202,7 @@ class _Choice:
 def value_of(name: str, product: MatrixProduct, role: str) -> tuple[str, int, int]:
     """Return (name, write version, number of elements) of an operand of the product `name`.
 
-    `role` is "x", "w", or "g", the gradient of the result. The write version counts in-place writes and grad mode changes before the read.
+    `role` is "x", "w", or "g", the gradient of the result. The write version depends on in-place writes and on the grad mode.
     """
     m, k, n = product.rows, product.inner, product.columns
     return {X: (product.x, product.x_version, m * k), W: (product.w, product.w_version, k * n), G: (name, 0, m * n)}[role]

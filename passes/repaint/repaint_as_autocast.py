@@ -45,7 +45,7 @@ from amprewrite.tables.vocabulary import Held, OpKind, Reason
 STEPS, SLOPES, BATCH_NORMS = ops_with(Trait.HAS_STEPS), ops_with(Trait.SLOPE_VARIES), ops_with(Trait.TAKES_BATCH_MEAN)
 LOOKS_UP, PATCHES = ops_with(Trait.LOOKS_UP), ops_with(Trait.ADDS_PATCHES)
 LEVEL = AVERAGES | NORMS
-"""Averages and norms. Batch norms magnify every rounding, the others only the rounding of a value with an offset (`Held.EXACT`)."""
+"""Averages and norms. Batch norms magnify every rounding, the other ops only that of a value that may have an offset (`Held.EXACT`)."""
 WHOLE = LOGS | ops_with(Trait.SHARES_OUT)
 """Ops that magnify the rounding error of a value that no product has rounded before: logarithms and softmax."""
 
@@ -90,7 +90,7 @@ class Roundings:
         """Maps ops that broadcast a weight to that weight, if other ops broadcast it, too. Empty if no gradients are recorded."""
         data = {node.name: {operand.value for operand in data_of(node)} for node in self.graph}
         moved_on: set[str] = set()
-        """Ops that round their operands, and views or moves whose results only such ops read."""
+        """Ops that round their operands, and ops that move, select or scale elements if only ops in this set read their results."""
         for node in reversed(list(self.graph)):  # go backwards, so that the readers of a value are judged before the value
             readers = [each for each in self.graph.readers(node.name) if node.name in data[each.name]]
             harmed = next((each.name for each in readers if self._harms(each, node.name) or self._hands_harm_on(each, node.name)), "")

@@ -4,8 +4,8 @@
    one forward pass, from a fit to the tail of its distribution, is above RISK. Masks that saturate by design are not at risk.
 2. *Underflow*. A value is at risk if all its elements lie below the normal range and it is not added to far larger values, or if elements
    would be flushed to zero before an op that has a pole at zero (log, reciprocal, rsqrt, a divisor).
-3. The op that makes such a value runs in fp32, and so does every op that would read a low copy of the value. If a pole is the risk, only
-   the op with the pole does so, not the other readers.
+3. The op that makes such a value runs in fp32, and so does every op that would read a low copy of the value. But if elements would
+   only be flushed before a pole, the readers without a pole may stay low.
 4. Weights are known without calibration. An op runs in fp32 if it reads a weight, or a view of it, with elements beyond the range, or with
    so small elements that all would become zero. But a bias may become zero if a sample run shows a far larger sum.
 5. Constants of a file are examined element by element (`ir/evidence/constants.py`).
@@ -196,10 +196,10 @@ def _flushed(name: str, pole: str, values: Mapping[str, ValueRange], low: Format
 def _keep_exact(
     problem: Problem, name: str, pole: str, values: Mapping[str, ValueRange], risks: Risks, low: Format, depth: int = 6
 ) -> None:
-    """Add the op `name` to `risks.makers` if the low format would flush numbers in its result that the op `pole` needs.
+    """Record in `risks.makers` that the op `name` must run in fp32, if the low format would flush numbers in its result that `pole` needs.
 
-    `pole` has a pole at zero, as a logarithm has. If the op `name` passes small numbers on, its operands are examined in the same way, at
-    most `depth` ops back.
+    The op `pole` has a pole at zero, as a logarithm has. If the op `name` passes small numbers on, its operands are examined in the same
+    way, at most `depth` ops back.
     """
     node, text = problem.graph[name], _flushed(name, pole, values, low)
     if node.role != "op" or not text or name in risks.makers:
@@ -212,7 +212,7 @@ def _keep_exact(
 
 # -- cancellation -----------------------------------------------------------------------------
 def find_cancelling(problem: Problem, values: Mapping[str, ValueRange]) -> dict[str, str]:
-    """Return {op: evidence} for sums and differences far smaller than an operand, and for such operands. `values` are ranges by op name."""
+    """Return {op: evidence} for sums and differences far smaller than an operand, and for this operand. `values` are ranges by op name."""
     graph, found = problem.graph, dict[str, str]()
     for node in graph:
         result = values.get(node.name)

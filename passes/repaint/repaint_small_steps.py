@@ -11,8 +11,8 @@ Running sums occur in recurrences.
    at run time (`ir/evidence/summands.py`). A chain of at least `MANY` sums with small branches stays fp32. The first sum may continue a
    value that is no sum. A sum that a loop repeats counts as a whole chain. In an ONNX file, so does a value that each iteration of a loop
    adds to or scales, such as a time `t = t + dt`.
-3. A chain of at least `STREAM` sums of any kind stays fp32 if torch.autocast holds them in fp32, because their first value is a looked-up
-   row, a learnt state, zeros or an input. Examples are running sums and residual streams. Each sum must add a value that comes from a
+3. torch.autocast holds a chain of sums in fp32 if its first value is a looked-up row, a learnt state, zeros or an input. Such a chain of at
+   least `STREAM` sums of any kind stays fp32. Examples are running sums and residual streams. Each sum must add a value that comes from a
    product, unless a computed factor, such as a gate, scales the earlier sum on all paths to the later sum. A norm does not end a
    chain, because `x = norm(x + f(x))` carries the roundings of x on. In an ONNX file fewer such chains stay fp32, because each cast is a
    kernel, and the file need not be as exact as torch.autocast. There a norm ends a chain, running sums need `MANY` sums, and chains that
@@ -48,7 +48,7 @@ about six times the error of one. Networks of a dozen layers have 25 sums and st
 FEW = 16
 """Largest number of ops on a path from a sum back to the earlier sum that it updates. One step of DDIM has four, and its branch as many."""
 LINEAR = ops_with(Trait.LINEAR_IN_FIRST, Trait.BOUNDS)
-"""Ops whose result counts as equal to their only operand if it has as many elements: copies, views, conversions, bounds."""
+"""Ops with one operand whose result counts as equal to it if both have the same size: copies, views, conversions, bounds."""
 ONE = Factor()
 ENDS = ops_with(Trait.HAS_STEPS, Trait.SHARES_OUT)
 """Ops at which a path ends, because their results do not continue the value: roundings, comparisons and softmax."""
@@ -183,7 +183,7 @@ class _Sums:
     def _hands_on(self, node: OpNode, to: OpNode) -> bool:
         """True if a path back from the later sum `to` to an earlier sum may contain `node`: it must be elementwise, or move elements.
 
-        An op whose kernel computes in fp32 (`OpKind.INTERNAL`) counts as elementwise if it returns as many elements as `to`, unlike `mean`.
+        An op whose kernel computes in fp32 (`OpKind.INTERNAL`) counts as elementwise if it returns as many elements as `to`.
         """
         if node.role != "op" or is_product(node) or node.op in self.ends or node.name in self.problem.repeated:
             return False
@@ -212,7 +212,7 @@ class _Sums:
     def _is_small(self, way: _Way, before: str) -> bool:
         """True if the path `way` adds only small branches of `before` (rule 2 of this file).
 
-        If a branch is too large, but linear in other values, as `0.1 * y` is in y, these values are judged instead.
+        If a branch is too large, but linear in other values, as `0.1 * y` is in y, the other values are judged in place of the branch.
         """
         terms = joined(way.added)
         for _ in range(FEW):
