@@ -276,7 +276,7 @@ def _leave_bodies(captured: Captured, edited: EditedGraph, refusal: Refused) -> 
 
 
 def _read_inner_graph(captured: Captured, node: torch.fx.Node, name: str, policy: Policy) -> Captured:
-    """Return a copy of the subgraph `name` that `node` runs, with its `Problem`. The magnitudes etc. of outer values pass to its inputs."""
+    """Return a copy of the subgraph `name` that `node` runs, with its `Problem`. Its inputs get the magnitudes etc. of outer values."""
     body, _ = copy_graph(getattr(captured.module, name))
     given = operands(node, body)
     for inner, outer in given:

@@ -118,7 +118,7 @@ def _takes_gradients(module: torch.fx.GraphModule, example_inputs: Sequence[Any]
 
 
 def _fix_sizes(copies: Sequence[torch.Tensor]) -> None:
-    """Mark the sizes of copies of weights as static for AOTAutograd. Dynamic sizes need guards, and only tensors of the model can have them."""
+    """Mark the sizes of copies of weights as static for AOTAutograd, which can guard dynamic sizes only of tensors of the model."""
     tracing = tracing_context()
     for place, copy in enumerate(copies if tracing is not None else ()):
         tracing.tensor_to_context[copy] = StatefulSymbolicContext(  # type: ignore[union-attr]

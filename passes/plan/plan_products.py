@@ -3,7 +3,7 @@
 1. Candidates are low products of rows and a matrix (`Problem.matrix_products`). A product has one GEMM for its result and, with gradients,
    one GEMM for the gradient of each operand.
 2. A GEMM stays in bf16 or fp16 if an override, the recipe or another graph of the model says so, or if kernels do not take its sizes. It
-   does so, too, if the device has no fp8 units or waits for the host, or if the product makes scores, such as logits, or input of `topk`.
+   does so, too, if the device has no fp8 units or waits for the host, or if an op such as `topk` ranks the result, or it serves as logits.
    Device and result do not count if an override or `products="fp8-all"` asks for fp8.
 3. The other GEMMs save time in fp8, but need kernels that make their copies. All readers of a value share its copies. The best choice,
    found exactly, is a maximum-weight closure (`planner/min_cut.py`). A GEMM that is asked for runs in fp8 at any price.

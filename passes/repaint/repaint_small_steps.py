@@ -48,7 +48,7 @@ about six times the error of one. Networks of a dozen layers have 25 sums and st
 FEW = 16
 """Largest number of ops on a path from a sum back to the earlier sum that it updates. One step of DDIM has four, and its branch as many."""
 LINEAR = ops_with(Trait.LINEAR_IN_FIRST, Trait.BOUNDS)
-"""Ops with one operand whose result counts as equal to it if both have the same size: copies, views, conversions, bounds."""
+"""Copies, views, conversions and bounds. Their result counts as equal to their only operand if both have the same number of elements."""
 ONE = Factor()
 ENDS = ops_with(Trait.HAS_STEPS, Trait.SHARES_OUT)
 """Ops at which a path ends, because their results do not continue the value: roundings, comparisons and softmax."""
