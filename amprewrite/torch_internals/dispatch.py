@@ -53,7 +53,7 @@ is_legacy_batched = torch._C._functorch.is_legacy_batchedtensor
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """True if the class of `tensor` is Tensor or Parameter, its layout is strided, and no transform, batching or functionalization wraps it."""
+    """True if `tensor` has the class Tensor or Parameter and is strided, and if no transform, batching or functionalization wraps it."""
     if type(tensor) not in (Tensor, Parameter) or tensor.layout is not torch.strided:
         return False
     wrapped = is_wrapped_by_transform(tensor) or is_legacy_batched(tensor)

@@ -63,7 +63,7 @@ def keep_reads(graph: torch.fx.Graph) -> None:
     """Mark each op that reads memory of an input that the graph writes, so that AOTAutograd saves the op's result for backward.
 
     Otherwise the backward may compute the result again from values written later (https://github.com/pytorch/pytorch/pull/197039). Views,
-    checkpoints, and ops with hidden writes, as to running statistics, are not marked. In a marked op's subgraph, ops that read an input are.
+    checkpoints, and ops with hidden writes, as to running statistics, are not marked. In a marked op's subgraph, readers of inputs are.
     """
     memory = written_memory(graph) & set[int]().union(*map(memory_of, graph.find_nodes(op="placeholder")))
     for node in graph.nodes:
