@@ -7,7 +7,7 @@
 3. A cast to fp32 is marked for recomputation, so that AOTAutograd may save the low value for backward instead of the copy, which is twice
    as large.
 4. In training with a loss scale, a value is copied if the graph returns it together with a view of it. Otherwise AOTAutograd would lose
-   the gradients of these results (`part_views`).
+   the gradients of these results (`part_views`). A hook is set on the operand of an op that returns it (`read_operands`).
 5. In training, results of ops that read an input that the graph writes are marked to be saved for backward (`keep_reads`).
 
     before   return loss, to(logits, float32)          after   return loss, logits
@@ -18,7 +18,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -36,7 +36,8 @@ from amprewrite.graphs.fx.node_facts import (
     written_memory,
     written_unsaid,
 )
-from amprewrite.graphs.fx.ops.scale_ops import scale_gradient
+from amprewrite.graphs.fx.ops.scale_ops import hooked, hooked_unscaled, scale_gradient
+from amprewrite.graphs.fx.read.aliasing import runs_as_python, same_tensor
 from amprewrite.ir.pass_base import Pass
 from amprewrite.tables.formats import LOW_DTYPES
 from amprewrite.tables.ops.op_lists import op_name
@@ -50,6 +51,7 @@ class SuitCompiler(Pass[Target, EditedGraph]):
     def __call__(self, target: Target, edited: EditedGraph) -> None:
         if target.training:
             edited.make_own()
+            read_operands(edited.module.graph)
             edited.widened = return_low(edited.module.graph)
             part_views(edited.module.graph)
             for node in filter(widens, edited.module.graph.nodes):
@@ -75,6 +77,23 @@ def keep_reads(graph: torch.fx.Graph) -> None:
                 each.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
 
+def hooked_values(graph: torch.fx.Graph) -> Iterator[torch.fx.Node]:
+    """Yield each value on whose tensor the graph sets a hook, and the operands that are the same tensor object (`same_tensor`)."""
+    for hook in graph.nodes:
+        node = hook.args[0] if hook.target in (hooked, hooked_unscaled) else None
+        while node is not None:
+            yield node
+            node = same_tensor(node)
+
+
+def read_operands(graph: torch.fx.Graph) -> None:
+    """Remove each hooked op that returns its operand, such as dropout with p=0. AOTAutograd would make a new tensor and hook only that."""
+    for node in dict.fromkeys(hooked_values(graph)):
+        if runs_as_python(node) and (operand := same_tensor(node)) is not None:
+            node.replace_all_uses_with(operand)
+            graph.erase_node(node)
+
+
 def give_sources(graph: torch.fx.Graph) -> None:
     """Store the source that Dynamo recorded for each input in `_dynamo_source` of its node, where AOTAutograd looks for it."""
     for node in graph.find_nodes(op="placeholder"):
@@ -85,13 +104,14 @@ def return_low(graph: torch.fx.Graph) -> list[Widened]:
     """Let the graph return low-precision values in place of their casts to fp32, which are then made after the graph.
 
     A cast stays in the graph if a later cast would give other values or gradients: if the graph writes to the memory of the cast or of its
-    operand, if the graph turns gradients on or off, or if another result of the graph shares the memory of the cast.
+    operand, sets a hook on that memory, turns gradients on or off, or returns another result in that memory.
 
     Returns, for each low result: its position, its fp32 dtype, and the position of the input that scales its gradient (None if none does).
     """
     (output,) = graph.find_nodes(op="output")
     inputs = graph.find_nodes(op="placeholder")
     memory, switched = written_memory(graph), any(op_name(node.target) in GRAD_SWITCHES for node in graph.nodes)
+    memory |= {storage for node in hooked_values(graph) for storage in memory_of(node)}
     results, found = list(output.args[0]), list[Widened]()
     held = Counter(storage for each in results if isinstance(each, torch.fx.Node) for storage in memory_of(each))
     for place, result in enumerate(results):
@@ -101,7 +121,7 @@ def return_low(graph: torch.fx.Graph) -> list[Widened]:
             continue  # if `switched`, the cast may run under no_grad; autograd would record a cast that is made after the graph
         if any(held[storage] > 1 for storage in memory_of(result)):
             continue  # another result shares the memory of the cast, but would not if the cast were made after the graph
-        # Keep the cast if the graph writes the cast's operand or result: a moved cast would read later values, or lose the writes.
+        # Keep the cast if the graph writes or hooks its operand or result: a moved cast would read later values, or lose the write or hook.
         if all(memory.isdisjoint(memory_of(each)) for each in (cast, *cast.all_input_nodes)):
             results[place] = cast.args[0]
             found.append((place, example_value(cast).dtype, inputs.index(result.args[1]) if entered else None))

@@ -296,6 +296,14 @@ MUTANTS = (
         (("passes/lower/suit_compiler.py", "        if any(held[storage] > 1 for storage in memory_of(result)):\n            continue", "        if False:\n            continue"),),
     ),
     Mutant(
+        "hooked-cast-apart", "behind a compiler, a hook on what an op gave back misses the gradient of the result", ("programs",), ("'aot_eager'", "hook"),
+        (("passes/lower/suit_compiler.py", "    memory |= {storage for node in hooked_values(graph) for storage in memory_of(node)}\n", ""),),
+    ),
+    Mutant(
+        "hooked-anew", "behind a compiler, a hook on what a dropout gave back misses the gradient of its operand", ("programs",), ("'aot_eager'", "hook"),
+        (("passes/lower/suit_compiler.py", "            read_operands(edited.module.graph)\n", ""),),
+    ),
+    Mutant(
         "written-recomputed", "behind a compiler, backward computes anew what a forward read of a buffer, from what was written after", ("programs",), ("'aot_eager'", "buffer"),
         (("passes/lower/suit_compiler.py", "        keep_reads(edited.module.graph)\n", ""),),
     ),

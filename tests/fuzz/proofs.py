@@ -714,6 +714,33 @@ def _() -> bool:
     return gradients_agree(counted, lambda y: y.square().sum(), backend="aot_eager")
 
 
+def hooked(same: Callable[[Tensor], Tensor]) -> Callable[[Any, Tensor], Tensor]:
+    """A forward that hooks what `same` gives of a product, and reads the product beside it."""
+
+    def forward(self: Any, x: Tensor) -> Any:
+        v = self.a(x)
+        w = same(v)
+        w.register_hook(lambda gradient: gradient * 2)
+        return v, self.b(w)
+
+    return forward
+
+
+def both_squared(results: Any) -> Tensor:
+    total: Tensor = sum(each.square().sum() for each in results)
+    return total
+
+
+@proof("hooked-cast-apart")
+def _() -> bool:
+    return gradients_agree(hooked(Tensor.contiguous), both_squared, backend="aot_eager")
+
+
+@proof("hooked-anew")
+def _() -> bool:
+    return gradients_agree(hooked(lambda v: torch.nn.functional.dropout(v, 0.0)), both_squared, backend="aot_eager")
+
+
 @proof("none-becomes-zeros")
 def _() -> bool:
     _, amp = pair(lambda self, x: (self.a(x), self.b(x)), dtype="fp16", loss_scale=8)

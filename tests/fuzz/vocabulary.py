@@ -227,6 +227,7 @@ DERIVATIVES = (
     ("func_vmap", "{v} = torch.func.vmap(lambda t: {lin}(t))({x})", 1), ("func_grad", "{v} = torch.func.grad(lambda t: {lin}(t).sum())({x})", 1), ("func_jac", "{v} = torch.func.jacrev(lambda t: (t * t).sum(-1))({x}[0])", 1),
     ("func_vmap", "{v} = torch.func.vmap(torch.tanh)({x})"), ("func_vjp", "{v} = torch.func.vjp(torch.sigmoid, {lin}({x}))[0]"), ("func_grad", "{v} = torch.func.grad(lambda t: torch.tanh(t).sum())({lin}({x}))"),
     ("hook_identity", "{u} = {lin}({x})\nif {u}.requires_grad:\n    {u}.register_hook(lambda g: g * 2)\n{v} = {u}.contiguous()", 1),
+    ("hook_identity", "{u} = {lin}({x})\n{v} = F.dropout({u}, 0.0)\nif {v}.requires_grad:\n    {v}.register_hook(lambda g: g * 2)", 1),
     ("autograd_grad", "{v} = torch.autograd.grad({lin}({x}).relu().sum(), {x}, create_graph=True)[0]", 1), ("autograd_grad", "{v} = torch.autograd.grad((torch.tanh({lin}({x})) ** 2).sum(), {x}, create_graph=True)[0]"),
     ("autograd_grad", "{u} = {lin}({x})\n{v} = torch.autograd.grad({lin}({u}.relu()).sum() + ({u} * {u}).sum(), {u}, create_graph=True)[0]", 1),
     ("autograd_grad", "{u} = {lin}({x})\n{v} = -torch.autograd.grad({lin}({u}.tanh()).sum() + {u}.logsumexp(-1).sum(), {u}, create_graph=True)[0]"),

@@ -148,7 +148,7 @@ def _bounded(read: Read[Any], side: int, low: Format) -> frozenset[int] | None:
     """
     stops, others = (read.lower, read.upper) if side == BELOW else (read.upper, read.lower)
     near = low.max / SHRINKS
-    if any(abs(bound) <= near for bound in stops):
+    if stops and all(abs(bound) <= near for bound in stops):
         return frozenset()
     beyond = all(bound * side > low.max for bound in stops) and all(bound * side <= near for bound in others)
     return frozenset({side}) if beyond else None

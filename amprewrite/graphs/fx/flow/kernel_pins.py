@@ -170,7 +170,7 @@ def _windows_over(node: torch.fx.Node) -> float:
     """
     read, made = (next(t for each in nodes for t in tensors(example_value(each))) for nodes in (node.all_input_nodes, (node,)))
     given, dims = named_arguments(node), 0 if made.dim() != read.dim() else _POOLED.get(op_name(node.target), 0)
-    inside = math.prod(map(hint, per_dim(given.get("kernel_size") or 1, dims)))
+    inside = math.prod(map(hint, per_dim(given.get("kernel_size") or 1, dims)[:dims]))
     return inside * math.prod(hints(made)) / max(math.prod(hints(read)), 1)
 
 

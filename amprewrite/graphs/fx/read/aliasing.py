@@ -81,7 +81,7 @@ def note_memory(graph: torch.fx.Graph) -> None:
     really, apart, shares = dict[int, set[int]](), transformed_nodes(graph), Answers(shared)
     for node in graph.nodes:
         told = memory_of(node)
-        if node not in apart and _runs_as_python(node):
+        if node not in apart and runs_as_python(node):
             viewed = [operand for (_, operand), is_shared in zip(arguments(node), shares(node), strict=True) if is_shared]
             really |= {own: memory_of(each) for each in viewed for own in told.difference(*map(memory_of, viewed))}
         if not really.keys().isdisjoint(told):
@@ -209,7 +209,7 @@ def idle_where_alike(facts: dict[torch.fx.Node, Fact], low: str) -> Iterator[tor
             yield node
 
 
-def _runs_as_python(node: torch.fx.Node) -> bool:
+def runs_as_python(node: torch.fx.Node) -> bool:
     """True if capture may run Python code in place of the op's own code, so that its result may alias other tensors than in eager mode."""
     packet = getattr(torch.ops.aten, op_name(node.target), None) if node.op in ("call_function", "call_method") else None
     return packet is not None and any(_PYTHON in getattr(packet, name).py_kernels for name in packet.overloads())
