@@ -117,6 +117,10 @@ def test_every_node_can_be_explained(plan: CastPlan) -> None:
     assert all(node.name in plan.explain(node.name) for node in plan.nodes)
 
 
+def test_the_empty_path_is_the_root_whose_ops_are_found(plan: CastPlan) -> None:
+    assert list(plan.find("")) == [node for node in plan.nodes if node.role == "op"]
+
+
 def test_summary_counts(plan: CastPlan) -> None:
     ops, casts, *weighed = plan.summary().splitlines()  # no heavy op was left high, so none is named before
     assert ops == "14 ops in 1 graph: 7 low (bf16), 7 high (fp32), 0 without fp32 values"

@@ -6,6 +6,9 @@ import torch
 from torch import Tensor, nn
 
 import amprewrite
+from amprewrite.ir.evidence.range_rules import ABOVE, BELOW, Read, handed_on
+from amprewrite.tables.formats import FP16
+from amprewrite.tables.vocabulary import OpKind
 
 
 class Smoothed(nn.Module):
@@ -30,3 +33,13 @@ def test_a_long_scan_whose_branches_meet_again_is_read_once() -> None:
     amp = amprewrite.rewrite(model, dtype="bf16")
     torch.testing.assert_close(amp(x), model(x), rtol=0.05, atol=0.01)
     assert not amp.plan.skipped
+
+
+def test_a_bound_stops_far_numbers_only_if_no_element_of_it_is_far() -> None:
+    def bounded(*lower: float) -> frozenset[int] | None:
+        return handed_on(Read("maximum", OpKind.INFER, "made", lower=lower), BELOW, FP16)
+
+    assert bounded(0.0) == bounded(-1.0, 1.0) == frozenset()
+    assert bounded(-1e9) == bounded(-1e9, -1e8) == frozenset({BELOW})
+    assert bounded(-1e9, 0.0) is None  # where the bound is -1e9, numbers far below the range go through
+    assert handed_on(Read("maximum", OpKind.INFER, "made", lower=(0.0,)), ABOVE, FP16) == frozenset({ABOVE})
