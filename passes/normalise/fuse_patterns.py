@@ -12,8 +12,7 @@ A pattern is fused only if no node outside it reads its intermediate values, and
 symbolic size is not fused, because the kernels take numbers. Patterns in the model's own autocast regions and in torch.func transforms
 stay written out. No node may write to the operands between the first and the last node of a pattern. If gradients are recorded, none may
 write to the operands or the result afterwards, because the kernel may save them for backward, and no `no_grad` may begin or end inside
-the pattern. Conversions to fp32 inside a pattern are left out, because the kernel makes them. The pass edits a copy of the
-captured graph.
+the pattern. Conversions to fp32 inside a pattern are left out, because the kernel makes them. The pass edits a copy of the graph.
 
 Op names hard-coded in this pass, as parts of the patterns: `mul`, `div`, `square`, `pow`, `sqrt`, `rsqrt`, `exp`, `tanh`, `sum`, `mean`,
 `var`, `amax`, `max`, `getitem`, `detach`.

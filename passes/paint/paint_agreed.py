@@ -5,8 +5,7 @@
 3. All other colours stay. If an explicit dtype, override or list keeps an op high that another graph runs low, then high will hold for all
    graphs, and the graphs that run the op low are captured again.
 
-For example, exp is denied, gelu has no colour, matmul is allowed, and another graph runs gelu low. Then exp is high, gelu and matmul are
-low.
+For example, exp is denied, gelu has no colour, matmul is allowed; another graph runs gelu low. Then exp is high, the other two are low.
 """
 
 from __future__ import annotations

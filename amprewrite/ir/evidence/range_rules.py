@@ -1,7 +1,6 @@
 """Rules for values that the range of a low format cannot hold. They are the same for PyTorch graphs and ONNX files.
 
-The rules need the largest and the smallest magnitude of a value. These are computed for weights, and measured in sample runs for all other
-values.
+The rules need the largest and the smallest magnitude of a value. They are computed for weights, and measured in sample runs for others.
 
 The rules know some ops by name. `neg`, `abs` and `sub` change the sign of a number beyond the range, and `div` may divide by it. Small
 values are negligible in larger sums (`add`, `sub`), and `mul` passes small values on.

@@ -1,8 +1,7 @@
 """Ranges of a model's values on sample batches, which can be merged and saved, and the risk that a format cannot hold the values.
 
 A range holds only counts, the least and the greatest number, and a histogram of magnitudes by powers of two. So memory does not grow with
-the number of batches. A fit to the tail of the histogram estimates the probability that a value leaves the range of a format although no
-sample did.
+the number of batches. A fit to the histogram's tail estimates the probability that a value leaves a format's range although no sample did.
 """
 
 from __future__ import annotations

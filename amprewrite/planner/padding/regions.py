@@ -160,8 +160,7 @@ class Regions:
     def variable(self, call: str, slot: Slot, dim: int, axis: int) -> Variable | None:
         """Return the variable of the minimum cut that says if a dim is padded along `axis`; None if the dim must not or need not be padded.
 
-        The dim is `dim` of an operand (`slot`: its name) or of a result (`slot`: its index) of the op `call`. `axis` is an axis of this
-        dim.
+        The dim is `dim` of an operand (`slot`: its name) or of a result (`slot`: its index) of the op `call`. `axis` is one of its axes.
         """
         if (call, slot, dim) not in self.group.parent or self.axes.find(axis) not in self.extent:
             return None

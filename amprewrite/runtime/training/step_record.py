@@ -373,8 +373,7 @@ class Noted:
     def due(self, params: Iterable[Tensor]) -> list[Tensor]:
         """Return the overflow flags that decide if a step of the optimizer of `params` is skipped: 0-dim fp32 tensors, above 0 to skip it.
 
-        They are the flags of backward passes since the last step, which are forgotten here, and the flag of an earlier step whose gradients
-        still exist.
+        They are the flags of backward passes since the last step, forgotten here, and that of an earlier step whose gradients still exist.
         """
         flags = self._unheard()
         if self._heard is not None:

@@ -122,8 +122,7 @@ def conversion_warning(model: nn.Module) -> str:
 class TwoDtypes(Exception):
     """Raised at capture, to restart the call with fp32 copies of its half inputs.
 
-    The reason is an op that reads half and fp32 operands, or code that asks if autocast is on. The new capture, with fp32 inputs,
-    can answer yes.
+    The reason is an op that reads half and fp32 operands, or code that asks if autocast is on, which the new capture answers by yes.
     """
 
 

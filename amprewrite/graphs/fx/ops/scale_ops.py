@@ -4,8 +4,7 @@ Inside a rewritten graph, the *region*, every gradient is `scale` times the true
 crosses the border of the region keeps its value (or is cast), and its gradient is multiplied by a factor:
 
 1. `scale_gradient` at a differentiable output: the gradient enters the region here, and is multiplied by the scale.
-2. `cast_in` at a weight, `unscale_gradient` at an input: the gradient leaves the region here, and is multiplied by the inverse of the scale
-   in fp32.
+2. `cast_in` at a weight, `unscale_gradient` at an input: the gradient leaves the region here, times the inverse of the scale, in fp32.
 
 Derivatives of any order stay right because two functions cross the border, and each is the backward of the other:
 

@@ -140,8 +140,7 @@ def leads_nowhere(node: torch.fx.Node, name: str, body: torch.fx.GraphModule) ->
     """Return the ops of the body graph `body` that have no effect on a result with a gradient, or on the state for a loop's next iteration.
 
     The ops should stay fp32, because autograd gives them gradients of zeros, and zero times an infinity is NaN. `node` runs `body`, which
-    the attribute `name` holds. For an autograd Function, saved values do not count as results of the forward. If `body` is its backward,
-    return set().
+    the attribute `name` holds. For an autograd Function, saved values do not count as results of the forward, and its backward has set().
     """
     given = body.graph.find_nodes(op="output")[0].args[0]
     if _of_function(node) and isinstance(given, tuple | list):

@@ -194,8 +194,7 @@ def unobserved(captured: Captured, plan: RegionPlan) -> bool:
 def before_pole(graph: OpGraph, vertex: OpNode) -> Iterator[str]:
     """Yield the names of the values whose zeros the op `vertex` turns into infinities, such as the divisor of a division.
 
-    If such a value is made by an op whose result is small for a small operand, such as a reshape or `square`, the op's operands are
-    yielded, too.
+    If such a value is made by an op whose result is small for a small operand, such as `square`, the op's operands are yielded, too.
     """
     operands = vertex.operands if vertex.op in POLES else vertex.operands[1:2] if vertex.op in _DIVIDES else ()
     return reached([each.value for each in operands], lambda name: _handed_on(graph[name]))

@@ -76,7 +76,7 @@ class ConstantFacts:
         """Return the error of the constant `value`, which `node` reads, in the low format, as a `Loss`; None if it is only rounded."""
         found = self.facts(value)
         masks_scores = bool(found.overflow) and self.readers.masks_scores(value)
-        return loss_of(str(value.name), found, self.low, self._becomes_end(value, node, op), masks_scores)
+        return loss_of(str(value.name), found, self.low, self.saturates(value, node, op), masks_scores)
 
     def read(self, constant: str, value: ir.Value, reader: str, node: ir.Node, op: str, result: ir.Value, index: int) -> ConstantRead:
         """Return the `ConstantRead` of operand `index` of `node`, the constant `value`. The constant follows the format of `node`.
@@ -139,10 +139,6 @@ class ConstantFacts:
         return {name: ValueRange.of(torch.tensor(number, device="cpu"))} if loss is not None and loss.kept else {}
 
     def saturates(self, value: ir.Value, node: ir.Node, op: str) -> bool:
-        """True if `node` uses the constant `value` as a mask or bound beyond the low format's range, so that ±max may replace it."""
-        return bool(self.facts(value).overflow) and self._becomes_end(value, node, op)
-
-    def _becomes_end(self, value: ir.Value, node: ir.Node, op: str) -> bool:
         """True if a constant exceeds the low range but may be clamped to ±max, because `node` uses it as a bound or a mask of positions."""
         found = self.facts(value)
         if not found.overflow:

@@ -390,8 +390,7 @@ class Arrived:
     When torch loads a checkpoint, it copies these states into the optimizer's first parameter group. `resume` takes them from there: when
     the optimizer is loaded, when it is guarded, and before each forward of a model that it trains. The states have the order in which
     these models were added to the `Guard`. If several optimizers step parts of one model, their checkpoints hold the same state. It is
-    loaded only once, because the scale may have changed before the next optimizer brings it again. A static scale ignores its state, with
-    a warning.
+    loaded only once, because the scale may have changed before the next optimizer brings it again. A static scale warns and ignores it.
     """
 
     def __init__(self) -> None:
