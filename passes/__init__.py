@@ -77,7 +77,7 @@ EVIDENCE: tuple[Deciding, ...] = (
     RepaintByError(),  # keep in fp32 the ops that the accuracy search (`tolerance=`) found too inexact in the low format
 )
 PLAN: tuple[Deciding, ...] = (
-    PlanCasts(),  # plan a cast where an op reads a value of the other format; in training, group the readers of a value that many ops read
+    PlanCasts(),  # plan a cast where an op reads a value of the other format; in training, one for each group of many readers
     PlanPads(),  # choose the dims to round up for Tensor Cores, and the places of the pads and slices for these dims
     PlanProducts(),  # choose the products, forward and backward, that read fp8 copies of their operands, where that saves time
     PlanEdits(),  # clamp constants that become infinities in low ops, and change low ops whose kernels give inexact results or gradients
@@ -112,7 +112,7 @@ TIDY: tuple[Applying, ...] = (
 LOWER: tuple[Lowering, ...] = (
     RestoreCheckpoints(),  # without a compiler, call torch.utils.checkpoint for activation checkpoints, so that they free memory
     HoistWeightCasts(),  # with a weight cache, read low copies that are kept between calls, so that later calls cast no weight
-    ReadFrozenWeights(),  # pass frozen weights to the graph in the format in which they are stored, so that low copies need no cast
+    ReadFrozenWeights(),  # pass the low values that frozen weights (`freeze`) are stored as to the graph, so that it casts nothing
     KeepQuantised(),  # keep fp8 copies of weights as long as their low copies are kept, so that later calls quantise no weight
     SuitCompiler(),  # for a compiler, record where each input comes from, and let autograd save low values for backward, not fp32 copies
     SplitLosses(),  # without a compiler, compute a loss of many low logits in parts, to save the memory of their fp32 copy

@@ -36,7 +36,7 @@ class Contradiction(AmpRewriteError):
     """Raised if every cut contains an infinite arc. `chain` holds the vertices of a path of infinite arcs from source to sink."""
 
     def __init__(self, chain: list[int], names: Sequence[str] = ()) -> None:
-        """Make the message from `names`, the nodes of the op graph on the path `chain`. Without `names` it lists vertex numbers."""
+        """Make the error's message from `names`: the ops along the path `chain`. Without `names` it lists the numbers of vertices."""
         joined = ", ".join(names) or f"vertices {chain}"
         super().__init__(f"{joined} must share one precision, and what stands at the ends asks for both; remove an override of one of them")
         self.chain = chain

@@ -45,7 +45,7 @@ EXTRAS: dict[str, Extra] = {
 
 
 def load_extra(name: str, option: str) -> ModuleType:
-    """Import and return the module of the extra `name`. Raises PolicyError if it was removed; `option` is the option that needs it."""
+    """Import and return the module of the extra `name`. Raises PolicyError, with the `option` that needs it, if it is not installed."""
     if name not in EXTRAS:
         raise PolicyError(f"{option} needs the part {name!r}, which this copy of amprewrite leaves out: install amprewrite whole")
     return import_module(EXTRAS[name].home)

@@ -57,7 +57,7 @@ def _large(graph: torch.fx.Graph) -> list[torch.fx.Node]:
 
 
 def _qualifies(given: dict[str, Any]) -> bool:
-    """True if a loss with these arguments has int64 targets, 2-dim logits with a large fp32 copy, no class weights, no label smoothing."""
+    """True if a loss has int64 targets, 2-dim logits whose fp32 copy would be large, no class weights and no label smoothing."""
     if any(given.get(name) not in (plain, None) for name, plain in _PLAIN.items()):
         return False
     logits, target = (example_value(each) if isinstance(each, torch.fx.Node) else None for each in (given["input"], given["target"]))

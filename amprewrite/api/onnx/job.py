@@ -441,10 +441,10 @@ class Job:
 
 
 def fp8_products(products: Any, policy: Policy, calibrated: bool) -> ProductPolicy | None:
-    """Return the parsed option `products`, for a file in the low format of `policy`; None if `products` is None.
+    """Parse the option `products=` for a rewritten file whose low format is that of `policy`. Return None for None.
 
     `calibrated` is True if the caller gave samples, which give the scales. Raises PolicyError if there are no samples, if the low format is
-    fp32, or if the preset chooses products by cost and `policy.device` is "" or has no fp8 units.
+    fp32, or if `products` chooses by cost, as "fp8" does, and `policy.device` is "" or has no fp8 units.
     """
     # fused=True, because the runtime that runs the file fuses casts, as a graph compiler does
     checked = parse_products(products, fused=True, low=policy.low)

@@ -164,7 +164,7 @@ def _metaclass(meta: type) -> type:
 
 
 def _reduce_class(cls: type) -> Any:
-    """Return pickle's description of the class `cls` (for `copyreg`): a call of `subclass_of`, or its name if a user derived the class."""
+    """Return how pickle stores the class `cls`: as a call of `subclass_of`, or by name if a user derived `cls` from a rewritten class."""
     original = original_of(cls)
     if original is None:
         return cls.__qualname__
@@ -293,7 +293,7 @@ class _Cloning:
         return made
 
     def _holds(self, value: Any) -> bool:
-        """True if a container holds, at any depth, a module of the tree or a container that a module owns (`owned`)."""
+        """True if the container `value` holds, at any depth, a module of the model or a container that such a module owns."""
         if id(value) not in self.holding:
             stack, seen, found = [value], set[int](), False
             while stack and not found:

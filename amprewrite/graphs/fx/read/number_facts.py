@@ -105,8 +105,8 @@ def _rounds_scores(captured: Captured, name: str, weight: Tensor, scores: Mappin
 def factors(captured: Captured, inputs: Sequence[Any]) -> dict[str, float]:
     """Return {name: root mean square, with the sign of the mean} of each parameter that may scale a value, as LayerScale does.
 
-    Such a parameter varies along one dim at most. At least one op that reads it may multiply by it: an op that is no norm, no sum of
-    several tensors, and not on the allow list (as matrix products are). The host waits once for each device and statistic.
+    Such a parameter varies along one dim at most. At least one op that reads it may multiply by it. This excludes norms, sums of tensors
+    and ops of the allow list, such as matrix products. The host waits once for each device and statistic.
     """
     graph = captured.problem.graph
     found = {name: weight.detach() for name, weight in _plain_weights(captured, inputs).items() if _may_scale(graph, name, weight)}
