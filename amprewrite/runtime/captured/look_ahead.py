@@ -174,7 +174,7 @@ class LookAhead:
         return values
 
     def _no_help(self, found: str = "") -> None:
-        """Warn that values overflow the low format though the first calls ran in fp32 to find them. End such calls. `found` names the values."""
+        """Warn that values overflow the low format though the first calls ran in fp32 to find them; end such calls. `found`: the values."""
         if self.left >= 0:
             self.left = -1
             self.warn(
