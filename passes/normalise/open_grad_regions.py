@@ -88,7 +88,7 @@ def _modules(node: torch.fx.Node, call: torch.fx.Node) -> dict[str, Any]:
     around, inner = call.meta.get("nn_module_stack") or {}, list((node.meta.get("nn_module_stack") or {}).items())
     outer = [module for _, module in inner[: len(around)]]
     if not around or [kind for _, kind in outer] != [kind for _, kind in around.values()]:
-        return around or dict(inner)  # paths in subgraphs of torch.export do not start at the root: leave them as they are
+        return around or dict(inner)  # paths in subgraphs of torch.export do not start at the root: do not change them
     (there, _), (here, _) = outer[-1], list(around.values())[-1]
     return {**around, **{key: (path.replace(there, here, 1), kind) for key, (path, kind) in inner[len(around) :]}}
 

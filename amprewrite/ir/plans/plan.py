@@ -250,8 +250,7 @@ class ModelPlan:
             raise PlanError(f"a node or a module is named by a string, not by one {type(name).__name__}; print(plan) lists all nodes")
         named = list(self.in_regions())
         hits = [node for region, node in named if name in (node.name, node.name.removeprefix(f"{region.name}/"))]
-        inside = f"{name}." if name else ""  # the path of the root module is "", and all modules are inside it
-        hits = hits or [node for _, node in named if node.role == "op" and (node.module == name or node.module.startswith(inside))]
+        hits = hits or [node for _, node in named if node.role == "op" and (not name or f"{node.module}.".startswith(f"{name}."))]
         if hits:
             return tuple(hits)
         known = {node.name for _, node in named} | {node.module for _, node in named}

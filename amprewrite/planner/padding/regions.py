@@ -73,7 +73,7 @@ class Regions:
     axes: Axes = field(default_factory=Axes)
     of_value: dict[str, list[int]] = field(default_factory=dict)
     of_use: dict[tuple[str, str], list[int]] = field(default_factory=dict)
-    """By (value, reader): the axis of each dim of the value as the reader takes it. `of_value` has the axes of the value as it is made.
+    """By (value, reader): the axis of each dim of the value as the reader takes it. `of_value` has the axes of the value when it is made.
     The axes are the same, unless the pair (value, reader) is in `barriers`. Then the reader has separate axes."""
     group: DisjointSets[Place] = field(default_factory=DisjointSets)
     """Joins the dims of a call that are padded together. Dims that may not be padded are absent."""

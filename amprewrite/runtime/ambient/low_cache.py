@@ -212,7 +212,7 @@ class CachesOfModel:
     def check(self, caches: LowCaches | None, plan: RegionPlan, anew: bool) -> None:
         """If a newly planned graph (`plan`) reads the low `caches` of the running call in fp32, keep the caches of later calls in fp32.
 
-        A graph without planned ops stays fp32, and counts as one that reads them in fp32. If `anew` is True, the running call has run no
+        A graph without planned ops stays fp32, and counts as if it read them in fp32. If `anew` is True, the running call has run no
         code yet: raise CacheReadHigh, and the call begins again with fp32 caches. Do nothing if `caches` is None or the user gave a plan.
         """
         if caches is None or self.given is not None or not (reads_high(plan) or not plan.nodes):

@@ -267,7 +267,7 @@ class GraphRewriter(CallRecord):
         return {id(weight): name for name, weight in named_parameters_in(self.root, remove_duplicate=False)}
 
     def _row(self, device: str) -> Device:
-        """Return the row (speeds, formats) of the device to plan for: the one that the options name, or `device` if they name none."""
+        """Return the row (speeds, formats) of the device to plan for: the device that the options name, or `device` if they name none."""
         return named_device(self.options.device) if self.options.device else device_row(device)
 
     def policy_for(self, device: str) -> Policy:

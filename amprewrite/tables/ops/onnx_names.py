@@ -68,7 +68,7 @@ BROADCASTS = "broadcast"
 BY_ATTRIBUTE = {BROADCASTS, "axis", "consumed_inputs"}
 """Attributes of old opsets that a later op of the same type may lack: it broadcasts by shapes. `consumed_inputs` never had an effect."""
 NEUTRAL = {("Cast", "saturate")}
-"""Attributes of later opsets, as (op type, attribute), whose default leaves the op as it was. `saturate` affects only casts to fp8."""
+"""Attributes of later opsets, as (op type, attribute), whose default does not change the op. `saturate` affects only casts to fp8."""
 
 DOMAIN = "com.microsoft"
 

@@ -146,8 +146,8 @@ def pin_summing(fact: Fact, lists: OpLists, trained: Set[torch.fx.Node], learnin
     """Return a pin that forces an op to fp32 if its backward adds up a gradient that torch.autocast adds up in fp32; otherwise None.
 
     If the op ran low, this gradient would be added up in the low format: by its backward kernel, as in `embedding`, or by autograd, because
-    the op reads one value more than MOST_READERS times. `learning` are all values that get gradients, `trained` the ones that are fp32
-    under torch.autocast. The gradient must belong to a `trained` value, or to any `learning` value if torch.autocast runs the op itself in
+    the op reads one value more than MOST_READERS times. `learning` are all values that get gradients, of which `trained` are fp32 under
+    torch.autocast. The gradient must belong to a `trained` value, or to any `learning` value if torch.autocast runs the op itself in
     fp32 and its kernel adds up. Unlisted or denied ops, ops that the op table allows, and ops with a user's override get no pin.
     """
     if fact.row is None or fact.role != "op" or fact.kind in (None, OpKind.DENY) or fact.row.kind is OpKind.ALLOW or fact.op in lists.asked:

@@ -140,7 +140,7 @@ class Guard:
             _GUARDS.pop(optimizer, None)
 
     def share(self, gate: StepRecord) -> list[Tensor]:
-        """Return the parameters of this optimizer except those that belong only to other guarded models. A separate head's are included."""
+        """Return the parameters of this optimizer except what belongs only to other guarded models. A separate head's are included."""
         optimizer = self._optimizer()
         params = [] if optimizer is None else params_of(optimizer)
         if len(self._refs) == 1:  # only `gate`: no other model shares the optimizer
