@@ -7,7 +7,7 @@
 3. A cast to fp32 is marked for recomputation, so that AOTAutograd may save the low value for backward instead of the copy, which is twice
    as large.
 4. In training with a loss scale, a value is copied if the graph returns it together with a view of it. Otherwise AOTAutograd would lose
-   the gradients of these results (`part_views`). A hook is set on the operand of an op that returns it (`read_operands`).
+   the gradients of these results (`part_views`). An op that returns its operand is removed (`read_operands`).
 5. In training, results of ops that read an input that the graph writes are marked to be saved for backward (`keep_reads`).
 
     before   return loss, to(logits, float32)          after   return loss, logits
@@ -77,18 +77,16 @@ def keep_reads(graph: torch.fx.Graph) -> None:
                 each.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
 
-def hooked_values(graph: torch.fx.Graph) -> Iterator[torch.fx.Node]:
-    """Yield each value on whose tensor the graph sets a hook, and the operands that are the same tensor object (`same_tensor`)."""
-    for hook in graph.nodes:
-        node = hook.args[0] if hook.target in (hooked, hooked_unscaled) else None
-        while node is not None:
-            yield node
-            node = same_tensor(node)
+def same_tensors(node: torch.fx.Node | None) -> Iterator[torch.fx.Node]:
+    """Yield `node`, and the operands that its ops return as the same tensor object (`same_tensor`)."""
+    while node is not None:
+        yield node
+        node = same_tensor(node)
 
 
 def read_operands(graph: torch.fx.Graph) -> None:
-    """Remove each hooked op that returns its operand, such as dropout with p=0. AOTAutograd would make a new tensor and hook only that."""
-    for node in dict.fromkeys(hooked_values(graph)):
+    """Remove each op that returns its operand, such as dropout with p=0. AOTAutograd would make a new tensor, which hooks tell apart."""
+    for node in graph.nodes:
         if runs_as_python(node) and (operand := same_tensor(node)) is not None:
             node.replace_all_uses_with(operand)
             graph.erase_node(node)
@@ -111,9 +109,11 @@ def return_low(graph: torch.fx.Graph) -> list[Widened]:
     (output,) = graph.find_nodes(op="output")
     inputs = graph.find_nodes(op="placeholder")
     memory, switched = written_memory(graph), any(op_name(node.target) in GRAD_SWITCHES for node in graph.nodes)
-    memory |= {storage for node in hooked_values(graph) for storage in memory_of(node)}
+    hooks = (node.args[0] for node in graph.nodes if node.target in (hooked, hooked_unscaled))
+    memory |= {storage for given in hooks for each in same_tensors(given) for storage in memory_of(each)}
     results, found = list(output.args[0]), list[Widened]()
-    held = Counter(storage for each in results if isinstance(each, torch.fx.Node) for storage in memory_of(each))
+    tensors = [result for result in results if isinstance(result, torch.fx.Node)]
+    held = Counter(storage for each in tensors for storage in set[int]().union(*map(memory_of, same_tensors(each))))
     for place, result in enumerate(results):
         entered = isinstance(result, torch.fx.Node) and result.target is scale_gradient
         cast = result.args[0] if entered else result

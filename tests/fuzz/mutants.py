@@ -297,7 +297,7 @@ MUTANTS = (
     ),
     Mutant(
         "hooked-cast-apart", "behind a compiler, a hook on what an op gave back misses the gradient of the result", ("programs",), ("'aot_eager'", "hook"),
-        (("passes/lower/suit_compiler.py", "    memory |= {storage for node in hooked_values(graph) for storage in memory_of(node)}\n", ""),),
+        (("passes/lower/suit_compiler.py", "    memory |= {storage for given in hooks for each in same_tensors(given) for storage in memory_of(each)}\n", ""),),
     ),
     Mutant(
         "hooked-anew", "behind a compiler, a hook on what a dropout gave back misses the gradient of its operand", ("programs",), ("'aot_eager'", "hook"),
