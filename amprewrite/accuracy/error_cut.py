@@ -7,12 +7,12 @@ roundings, estimated by `sensitivity`, are added up.
 1. Arcs give the times of ops and casts, as in `amprewrite.planner.assignment`.
 2. An edge (value, reader) with squared error w is rounded if the value is low (v = 1) or the reader is low (r = 1). So its cost is
    w·max(v, r) = w·v + w·r·(1 − v): one arc from the value to the sink, and one arc from the reader to the value. An op of kind CLEAR, such
-   as a reshape, does not round what it reads. So an edge to a low CLEAR op costs nothing: the edges from its result count the rounding.
-3. A plan with more low ops never has a smaller error. So nodes only become fp32 as λ grows: let A and B be the smallest optimal sets of
+   as a reshape, does not round what it reads. So an edge to a low CLEAR op costs nothing: the rounding counts at the edges from its result.
+3. A plan with more low ops never has a smaller error. So as λ grows, nodes become fp32 and stay so: let A, B be the least optimal sets of
    low ops at λ < μ. By submodularity A ∩ B is optimal at μ, hence B ⊆ A. (Gallo, Grigoriadis and Tarjan 1989 show this for linear errors;
    the argument holds for monotone submodular errors.)
 4. In a first series of cuts, ops that Tensor Cores speed up (matmuls, convolutions) stay low while λ grows. A second series makes these
-   ops fp32 as well: its cuts minimise FLOPs of matmuls in fp32 + λ·error², which does not depend on the device. If two matmuls reduce the
+   ops fp32 as well: its cuts minimise (FLOPs of fp32 matmuls) + λ·error², which does not depend on the device. If two matmuls reduce the
    error only together, both become fp32 at the same λ.
 5. Equal layers change colour at the same λ, so two consecutive cuts may differ by many nodes. Plans between the two are added to the
    chain: of the nodes in which the cuts differ, they keep only the first ones high (fp32), in graph order. No λ gives these plans,

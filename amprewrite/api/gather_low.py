@@ -237,7 +237,7 @@ class LowGather:
         """True if the gathered weights now hold rounded values."""
 
     def concerns_this_call(self) -> bool:
-        """True if the module's current call may read rounded weights: they are rounded now, or its backward may gather them rounded."""
+        """True if this call of the module may read rounded weights: they are rounded now, or backward may gather them in the low format."""
         return self.rounded or torch.is_grad_enabled()
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -41,10 +41,10 @@ class MaskRules(ABC, Generic[Value]):
         """Return (name of the op that makes `value`, its floating-point operands except constants); None if no op makes the value."""
 
     def only_block(self, value: Value, sides: Iterable[int]) -> bool:
-        """True if numbers beyond the low format's range in `value` are used only to block positions, as a mask does.
+        """True if the numbers in `value` that are beyond the low format's range are used only to block positions, as in a mask.
 
         `sides` selects such numbers above zero (ABOVE), below zero (BELOW), or both. If the low format has fp32's range, as bf16 does, the
-        result is True for any value: to clamp a number of fp32 to ±max of bf16 changes it by no more than a rounding.
+        result is True for any value: such numbers may be clamped to ±max, which changes them by no more than a rounding.
         """
         return not self.low.narrow or only_blocks(value, sides, self.reads, self.low, self._blocking)
 

@@ -137,7 +137,7 @@ class _Reading:
         if not given or node.op in LOGS or (Held.EXACT in found and node.op not in BOUNDED | SHARES):
             return Held.PLAIN if node.op in BOUNDED else Held.EXACT  # a log may have a large offset: log(c * x) = log(c) + log(x)
         bent = node.op in LEVELS | AWAY | AVERAGES | NORMS  # the result's relative error may differ from the low format's, so not ROUNDED
-        if node.op in SUMS:  # adding a number or a PLAIN value changes the size, but not the error: the relative error is another
+        if node.op in SUMS:  # adding a number or a PLAIN value keeps the absolute error, but changes the relative error
             bent = bent or len(given) < 2 or any(self.found[each] is Held.PLAIN and not self._is_bias(each) for each in given)
         return Held.PLAIN if bent or node.kind in (OpKind.DENY, None) else min(max(found), Held.ROUNDED)
 

@@ -279,7 +279,7 @@ class _Search(PricedNetwork):
                 true = self._true_cost(side)
                 if best is None or (true, rank[1]) < best:
                     best, found = (true, rank[1]), side
-                if true > bound:  # `wrong` is not empty here only if no cuts are left: keep the subproblem, so that a gap is returned
+                if true > bound:  # cuts may have run out while ops are still `wrong`: then keep this subproblem, which bounds the gap
                     waiting += [(fixed, second | wrong)] if wrong else self._branches(side, fixed, second)
                 break
         assert found is not None and best is not None and floor is not None

@@ -223,8 +223,8 @@ class Session(GraphRewriter):
     def _take_in_new_modules(self) -> None:
         """Find the modules that were added to the model since the last search, so that their calls use rewritten graphs, too.
 
-        Called before a call if the root's direct children have changed. Also called after a call that captured a graph, to find modules
-        that were added deeper in the model: a capture sets `self.children` to None.
+        A call of the model begins with this if the root's direct children have changed, or if the last call captured a graph (which sets
+        `self.children` to None): then modules may have been added deeper in the model.
         """
         self.children = dict(self.root._modules)
         self.take_in()
@@ -426,7 +426,7 @@ class Session(GraphRewriter):
     @property
     def left_out(self) -> tuple[Skipped, ...]:
         """The pieces of code that ran in fp32 outside of rewritten graphs, with reasons. They are modules that Dynamo can never capture,
-        and code that is missing in the present graphs of a module."""
+        and code of a module that its current graphs leave out."""
         return tuple(self.unreadable) + tuple(part for graphs in self.graphs for part in graphs.left_out.values())
 
     def plan_of(self, regions: Iterable[Region]) -> ModelPlan:

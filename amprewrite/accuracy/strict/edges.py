@@ -42,7 +42,7 @@ class EdgeProbe:
         return _EdgeInterpreter(captured, self, edges).run(*(self._leaf(value, node in touched) for node, value in given))
 
     def _leaf(self, value: Any, touched: bool) -> Any:
-        """Return a leaf tensor that shares memory with the graph input `value` and requires a gradient, so that its aliases get gradients.
+        """Return a leaf tensor that shares memory with the graph input `value` and requires a gradient, so that each read can get one.
 
         Return `value` itself if it has a `grad_fn`, is no floating tensor, or if the graph writes it in place (`touched`).
         """

@@ -310,7 +310,7 @@ class Regions:
         return [variable for variable in found if variable is not None]
 
     def met(self, want: Want) -> bool:
-        """True if the cut chose to pad the dim of `want` along all axes in `want.leaves`, so that its size becomes aligned."""
+        """True if the minimum cut chose padding for all axes (`want.leaves`) that make up the dim of `want`, so its size is aligned."""
         needs = self._needs(want)
         return bool(needs) and all(variable in self.padded for variable in needs)
 

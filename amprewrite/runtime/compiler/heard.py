@@ -65,9 +65,9 @@ def reporting_autocast_on(root: nn.Module, inputs: Any, around: int, again: bool
     """Context manager in which Dynamo captures code as if autocast were on: `torch.is_autocast_enabled` and similar functions return True.
 
     They return the true answer to PyTorch's own code, inside an autocast region of the model, and for a device that the model is not on.
-    All code gets the true answer if the model `root` or `inputs` (local variables of the captured function) hold fp16 or bf16 tensors.
-    `around`: number of autocast regions around the call of the model. `again`: the call can start again with its half inputs in fp32.
-    If it can, these functions raise Unseen(TwoDtypes()) instead of answering, and the call starts again.
+    If the model `root` or `inputs` (local variables of the captured function) hold fp16 or bf16 tensors, all code gets the true answer.
+    But if `again` is True, the functions then raise Unseen(TwoDtypes()), and the call starts again with its half inputs in fp32.
+    `around`: number of autocast regions around the call of the model.
     """
     devices, said = _devices(root, inputs), list[Any]()
 

@@ -199,7 +199,7 @@ def bias_of(node: torch.fx.Node) -> torch.fx.Node | None:
 
 
 def transposes(node: torch.fx.Node) -> bool:
-    """True if `node` computes the product x · w, with w of shape (k, n). False for x · wᵀ with w of shape (n, k), as in `linear`."""
+    """True if the layout of w is transposed against that of `linear`: w is (k, n), for x · w. A `linear` has w of (n, k), for x · wᵀ."""
     return op_name(node.target) != "linear"
 
 
