@@ -7,7 +7,7 @@
 3. Then run the call itself, once. If the fp32 run raised an error and the call succeeds, warn that no value was observed.
 
 The values in the body graphs of loops and conditions are not observed. If the plan runs ops low in such a body, the rewritten graph also
-runs once, on copies. Its results and those of each body are checked for NaN and infinities, because the graph may hide an infinity of a body:
+runs once, on copies. Its results and those of each body are checked for NaN and infinities, as the graph may hide an infinity of a body:
 `loop(x) > 0` is finite, but the gradients of the loop are not. Compiled code does not show the results of bodies, so with a compiler
 bodies stay fp32.
 
