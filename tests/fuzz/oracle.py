@@ -283,7 +283,8 @@ def _compare_value(
         finite &= each.isfinite()
     want, got = want.double()[finite], got.double()[finite]
     size, error = float(want.norm()), float((want - got).norm())
-    if exact:
+    # a hook that clamps gives another gradient at another loss scale: then the rounded run, which shows that no op rounds, is another run
+    if exact and (rounded is None or float((rounded.double()[finite] - want).norm()) <= 1e-6 * size + 1e-12):
         if error <= 1e-6 * size + 1e-12:  # what is left of terms that cancel hangs on the order in which a kernel adds them
             return None
         return Problem(

@@ -141,6 +141,16 @@ def test_what_no_low_run_holds_is_no_fault_of_the_graph() -> None:
     assert compare(want, beyond, inside, inside, False, "fp16", [beyond]) is None
 
 
+def test_a_program_is_exact_only_where_its_rounded_run_is_the_same_run() -> None:
+    """A hook that clamps gives another gradient at another scale, and then says nothing of roundings."""
+    want, got, other = Record(), Record(), Record()
+    for record, value in ((want, 881.25), (got, 881.0), (other, 31.75)):
+        record.keep("0 gradient weight", torch.full((4,), value))
+    assert compare(want, got, None, other, True, "fp16") is None
+    problem = compare(want, got, None, want, True, "fp16")
+    assert problem and problem.kind == "wrong"
+
+
 def test_what_fp32_leaves_of_terms_that_cancel_is_no_fault() -> None:
     """As small a gradient beside small ones is one."""
     kinds = []
