@@ -30,6 +30,8 @@ from tests.fuzz.vocabulary import COUNTED, MODULES, PAIRED_MODULES, THEMES, Temp
 MOST_ENTRIES = 400
 LONG_ENTRIES = 70_000
 """The most in a value of a program whose inputs are long or wide."""
+WIDEST = 5_000
+"""Width of the widest linear layer: that of a flattened long input would take gigabytes, and minutes."""
 LONG = (255, 257, 1024, 2047, 2049, 4097, 4097, 4097)
 """Sizes on both sides of the largest whole numbers that bf16 and fp16 hold, 256 and 2048; of the positions below 2049 fp16 holds all."""
 LARGEST = 256
@@ -339,6 +341,7 @@ class Builder:
         x = self.pick()
         value = self.value(x)
         last = value.shape[-1] if value.dim() else 1
+        assert last <= WIDEST or "{lin}" not in text
         weight = "torch.ones" if self.exact else "torch.randn"
         found = text.replace("{x}", x)
         for mark, make in (
