@@ -160,3 +160,12 @@ def test_what_products_made_is_gathered_low() -> None:
             return self.last(self.first(x)[torch.arange(len(x)) % 8])
 
     assert reasons(Gathered(), torch.randn(ROWS, 64))["getitem"][0] is Colour.LOW
+
+
+@pytest.mark.parametrize("size", [8, (8, 8)])
+def test_patches_that_share_no_element_run_low(size: int | tuple[int, int]) -> None:
+    """Each element is in one patch, so no gradient is added up, however the size is written."""
+    torch.manual_seed(0)
+    amp = amprewrite.rewrite(Windowed(lambda image: F.unfold(image, size, stride=size)[:, None]), dtype="bf16")
+    amp(torch.randn(ROWS, 64))
+    assert [node.colour.value for node in amp.plan.nodes if node.op == "unfold"] == ["low"]
